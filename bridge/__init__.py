@@ -1,0 +1,27 @@
+"""The same attention for PyTorch, under the same names: `import bridge`."""
+
+from pallas_kernels import AuxRequest
+
+from . import exchange, fmha, formats
+from .attention import (
+    memory_efficient_attention,
+    memory_efficient_attention_forward,
+    memory_efficient_attention_forward_requires_grad,
+    memory_efficient_attention_partial,
+    merge_attentions,
+)
+from .varlen import varlen_attn, varlen_attn_out
+
+__all__ = [
+    "AuxRequest",
+    "exchange",
+    "fmha",
+    "formats",
+    "memory_efficient_attention",
+    "memory_efficient_attention_forward",
+    "memory_efficient_attention_forward_requires_grad",
+    "memory_efficient_attention_partial",
+    "merge_attentions",
+    "varlen_attn",
+    "varlen_attn_out",
+]

@@ -1,0 +1,157 @@
+"""The `memory_efficient_attention` family and `merge_attentions` on torch tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import pallas_kernels as pk
+from pallas_kernels import attention as jax_attention
+from pallas_kernels.errors import UnsupportedError
+from pallas_kernels.masks import NormalForm
+from pallas_kernels.problem import MaskParts
+
+from ._call import jax_dtype, run
+from .fmha import attn_bias as biases
+
+
+def memory_efficient_attention(
+    query: torch.Tensor,
+    key: Any,
+    value: Any,
+    attn_bias: Any = None,
+    p: float = 0.0,
+    scale: float | None = None,
+    *,
+    op: Any = None,
+    output_dtype: torch.dtype | None = None,
+    num_splits: int | None = None,
+    split_size: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    kv_lengths: torch.Tensor | None = None,
+    quantize_pv: bool = False,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """`pallas_kernels.memory_efficient_attention` on torch tensors, differentiable by torch's autograd.
+
+    Shapes, options and results are those of the JAX function. `attn_bias` is None, a tensor, or one of
+    `bridge.fmha.attn_bias`; `key` and `value` are tensors or `bridge.formats`. Expanded heads (stride 0) are folded
+    into the group, never materialised. Tensors may be on the CPU only in this version.
+    """
+    return _attention(**locals())[0]
+
+
+memory_efficient_attention_forward = memory_efficient_attention
+
+
+def memory_efficient_attention_forward_requires_grad(
+    query: torch.Tensor,
+    key: Any,
+    value: Any,
+    attn_bias: Any = None,
+    p: float = 0.0,
+    scale: float | None = None,
+    *,
+    op: Any = None,
+    output_dtype: torch.dtype | None = None,
+    num_splits: int | None = None,
+    split_size: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    kv_lengths: torch.Tensor | None = None,
+    quantize_pv: bool = False,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse), both differentiable. lse is float64 beside a float32 or float64 output, else float32."""
+    return _attention(**locals())
+
+
+def memory_efficient_attention_partial(
+    query: torch.Tensor,
+    key: Any,
+    value: Any,
+    attn_bias: Any = None,
+    p: float = 0.0,
+    scale: float | None = None,
+    *,
+    op: Any = None,
+    output_dtype: torch.dtype | None = None,
+    num_splits: int | None = None,
+    split_size: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    kv_lengths: torch.Tensor | None = None,
+    quantize_pv: bool = False,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) over a part of the keys, float32 and float64 by default, to be joined by `merge_attentions`."""
+    return _attention(**locals(), partial=True)
+
+
+def merge_attentions(
+    attn_split: torch.Tensor | Sequence[torch.Tensor],
+    lse_split: torch.Tensor | Sequence[torch.Tensor],
+    write_lse: bool = True,
+    output_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`pallas_kernels.merge_attentions` on torch tensors; differentiable in every chunk and LSE."""
+
+    def merge(attn: Any, lse: Any) -> Any:
+        return pk.merge_attentions(attn, lse, write_lse, jax_dtype(output_dtype))
+
+    return run(merge, attn_split, lse_split)
+
+
+def _attention(
+    *,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_bias: Any,
+    sinks: Any,
+    kv_lengths: Any,
+    op: Any,
+    output_dtype: torch.dtype | None,
+    backend: str,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if op is not None:
+        raise UnsupportedError(f"op: operator classes are not accepted by this version, got {op}; use backend=")
+    key, value = _folded(key, value)
+    lowered, bias, window, page_size, packed = None, attn_bias, None, None, False
+    if isinstance(attn_bias, biases.AttentionBias):
+        queries, rows = query.shape[1], key.shape[0] * key.shape[1]
+        biases.host_check(attn_bias, queries, rows)
+        form = biases.normal_form(attn_bias, query.shape[0], queries, rows)
+        lowered = (form.q_start, form.k_start, form.k_len, form.block_table)
+        bias, window, page_size, packed = form.tensor_bias, form.window, form.page_size, form.packed
+
+    def attend(query: Any, key: Any, value: Any, bias: Any, sinks: Any, kv_lengths: Any, lowered: Any) -> Any:
+        parts = None if window is None else MaskParts(NormalForm(*lowered), window, page_size, packed)
+        return jax_attention._attention(
+            query=query,
+            key=key,
+            value=value,
+            attn_bias=bias,
+            sinks=sinks,
+            kv_lengths=kv_lengths,
+            output_dtype=jax_dtype(output_dtype),
+            parts=parts,
+            backend=backend,
+            **options,
+        )
+
+    return run(attend, query, key, value, bias, sinks, kv_lengths, lowered)
+
+
+def _folded(key: Any, value: Any) -> tuple[Any, Any]:
+    """Heads expanded from one (stride 0 in both) -> that one head; the query heads become its group."""
+    axis = {4: 2, 5: 3}.get(getattr(key, "ndim", 0))
+    if axis is None or not (isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)):
+        return key, value
+    if value.ndim == key.ndim and all(x.shape[axis] > 1 and x.stride(axis) == 0 for x in (key, value)):
+        return key.narrow(axis, 0, 1), value.narrow(axis, 0, 1)
+    return key, value

@@ -1,0 +1,251 @@
+"""torch tensors <-> `jax.Array` over DLPack: the general route between the two libraries.
+
+Both directions share memory wherever that is possible, for every dtype the two libraries have in common, and never
+hide a copy or a change of dtype. What sharing means:
+
+* **A JAX array is taken to be immutable. Writing into a tensor that `to_torch` gave changes the JAX array's value**,
+  and with it everything JAX computes from it afterwards. To get a tensor to write into, pass `copy=True`.
+* Writing into a tensor after `to_jax(tensor)` is visible in the JAX array, and JAX computes asynchronously: wait for
+  the results (`jax.block_until_ready`) before the write, or pass `copy=True`.
+* Either side may be dropped first. JAX never reuses shared memory for a donated argument. Don't `resize_` the tensor.
+
+float64, int64, uint64 and complex128 tensors become arrays of that very dtype also while JAX's x64 mode is off; JAX's
+own operations on them narrow the results unless they run under `jax.enable_x64(True)` (`wrap` sees to that). This
+version exchanges CPU memory only. The first call starts JAX's backends, the accelerator's among them where one is
+installed. `torch.compile`, `torch.func` and `jax.jit` cannot trace through these functions.
+"""
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from pallas_kernels.errors import ArgumentError, DTypeError, GradientError, StaticArgumentError, UnsupportedError
+
+__all__ = ["ExchangeCopyWarning", "record_stream", "to_jax", "to_torch", "wrap"]
+
+_ALIGNMENT = 64  # bytes; XLA's CPU client copies what starts at any other address
+_WIDE = frozenset({"int64", "uint64", "float64", "complex128"})  # the dtypes that JAX narrows while x64 is off
+_DTYPES = _WIDE | {  # what crosses; the two libraries use the same names
+    *("bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "bfloat16", "float32", "complex64"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+}
+
+
+class ExchangeCopyWarning(UserWarning):
+    """An exchange with `copy=None` could not share memory and copied; the text says why."""
+
+
+def to_jax(tensor: torch.Tensor, *, copy: bool | None = None) -> jax.Array:
+    """The tensor as a `jax.Array` of the same shape and dtype on JAX's CPU device.
+
+    Args:
+        tensor: a plain CPU tensor (or `torch.nn.Parameter`) of any shape, 0-d and zero-size included, that does not
+            require a gradient; bool, (u)int8 to 64, float16 to 64, bfloat16, the float8 types, complex64 and 128.
+        copy: None shares the tensor's memory. It copies, with an `ExchangeCopyWarning`, where that cannot be: data that
+            does not start at a multiple of 64 bytes, and strides that are not a permutation of a contiguous
+            tensor's (sliced columns, steps). A tensor whose elements overlap (`expand`) raises instead, since its
+            copy would be larger than its memory. False shares the memory or raises. True silently makes a fresh buffer.
+
+    Raises:
+        ArgumentError: `copy=False` where a copy is needed; an expanded tensor with `copy=None`; a sparse, nested,
+            conjugate, negated, named or meta tensor; a subclass of Tensor; a tensor inside a torch.func transform.
+        DTypeError: a dtype that the libraries do not share. GradientError: a tensor that requires a gradient.
+        UnsupportedError: a tensor on another device. TypeError: not a tensor.
+    """
+    _check_copy(copy)
+    _check_tensor(tensor)
+    if tensor.numel() == 0:  # nothing to share, whatever its strides and address
+        return _import(torch.empty(tensor.shape, dtype=tensor.dtype))
+    if not copy:
+        reason = _why_not_shared(tensor)
+        if reason is None:
+            array = _import(tensor)
+            if array.unsafe_buffer_pointer() == tensor.data_ptr():
+                return array
+            reason = "JAX copied it on import"
+        if copy is None and _overlaps(tensor):
+            layout = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+            raise ArgumentError(f"to_jax: elements overlap ({layout}); pass the tensor before expand, or copy=True")
+        _refuse_or_warn("to_jax", "tensor", tuple(tensor.shape), tensor.dtype, reason, copy)
+    # torch makes the copy: it is complete on return, whereas on the CPU jax.dlpack.from_dlpack(copy=True) still
+    # shares the memory, and lets JAX write into it if the array is donated.
+    return _import(tensor.clone(memory_format=torch.contiguous_format))
+
+
+def to_torch(array: jax.Array, *, copy: bool | None = None) -> torch.Tensor:
+    """The array as a CPU tensor of the same shape and dtype, once the array has been computed.
+
+    **Do not write into the result unless `copy=True`: it is the memory of the JAX array, which must never change.**
+
+    Args:
+        array: a concrete `jax.Array` on one CPU device, of any shape; dtypes as for `to_jax`.
+        copy: None and False share the array's memory. True always makes a fresh, contiguous tensor.
+
+    Raises:
+        DTypeError: a dtype that torch does not have (int4, uint4, keys of `jax.random.key`).
+        ArgumentError: an array sharded over several devices, or deleted. StaticArgumentError: a traced array.
+        UnsupportedError: an array on another device. TypeError: not a `jax.Array`.
+    """
+    _check_copy(copy)
+    _check_array(array)
+    array.block_until_ready()
+    if array.size == 0:
+        return torch.empty(array.shape, dtype=getattr(torch, array.dtype.name))
+    tensor = torch.from_dlpack(array)
+    if not copy and tensor.data_ptr() != array.unsafe_buffer_pointer():
+        _refuse_or_warn("to_torch", "array", array.shape, array.dtype.name, "it was copied on export", copy)
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format) if copy else tensor
+
+
+def wrap(jax_function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function on torch tensors that calls `jax_function`.
+
+    Every tensor anywhere in the arguments (nested lists, tuples, dicts and other JAX pytrees) goes through `to_jax`,
+    every `jax.Array` in the result through `to_torch`; all else is passed on unchanged, static arguments of a
+    `jax.jit` included. Where an argument is 64 bits wide the function runs under `jax.enable_x64(True)`, so that
+    nothing is narrowed (and JAX's default dtypes are then 64 bits wide too).
+
+    There is no autograd through the call: a tensor that requires a gradient raises GradientError. A result shares its
+    memory with whatever array the function returned: if that is an argument, or an array that the function keeps,
+    clone the result before writing into it. Errors and copies as in `to_jax` and `to_torch`.
+    """
+
+    @functools.wraps(jax_function)
+    def torch_function(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        leaves = [to_jax(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        args, kwargs = jax.tree.unflatten(tree, leaves)
+        wide = any(isinstance(leaf, jax.Array) and leaf.dtype.name in _WIDE for leaf in leaves)
+        with jax.enable_x64(True) if wide else contextlib.nullcontext():
+            result = jax_function(*args, **kwargs)
+        leaves, tree = jax.tree.flatten(result)
+        return jax.tree.unflatten(tree, [to_torch(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in leaves])
+
+    return torch_function
+
+
+def record_stream(tensor_or_array: torch.Tensor | jax.Array, stream: Any) -> None:
+    """Keep exchanged memory until `stream` is done with it: nothing to do on the CPU; elsewhere UnsupportedError."""
+    if not isinstance(tensor_or_array, torch.Tensor):
+        return _check_array(tensor_or_array, "record_stream", "tensor_or_array")
+    return _check_device(tensor_or_array.device.type, "record_stream", "tensor", "tensor.cpu()")
+
+
+def import_or_copy(tensor: torch.Tensor) -> jax.Array:
+    """`to_jax` for this library's own functions: shares the memory where possible, else copies silently."""
+    _check_tensor(tensor)
+    return to_jax(tensor, copy=True if _why_not_shared(tensor) else None)
+
+
+def jax_dtype(dtype: torch.dtype | None) -> np.dtype | None:
+    """JAX's dtype of the same name; None stays None."""
+    if dtype is not None:
+        _check_dtype(dtype)
+    return None if dtype is None else jax.numpy.dtype(_name(dtype))
+
+
+def _import(tensor: torch.Tensor) -> jax.Array:
+    with jax.enable_x64(True):
+        array = jax.dlpack.from_dlpack(tensor)
+    if array.dtype.name != _name(tensor.dtype):
+        raise DTypeError(f"to_jax: JAX imported a {tensor.dtype} tensor as {array.dtype.name}")
+    return array
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _why_not_shared(tensor: torch.Tensor) -> str | None:
+    """The reason why JAX cannot share this tensor's memory, or None."""
+    expected = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride()) if size != 1):
+        if stride != expected:
+            return f"its strides {tensor.stride()} are not a permutation of a contiguous tensor's"
+        expected *= size
+    if tensor.data_ptr() % _ALIGNMENT:
+        return f"its data does not start at a multiple of {_ALIGNMENT} bytes"
+    return None
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory: a stride of 0 (`expand`), or windows that overlap (`as_strided`, `unfold`)."""
+    steps = [(stride, size - 1) for size, stride in zip(tensor.shape, tensor.stride()) if size > 1]
+    return any(stride == 0 for stride, _ in steps) or 1 + sum(a * b for a, b in steps) < tensor.numel()
+
+
+def _refuse_or_warn(function: str, noun: str, shape: tuple[int, ...], dtype: Any, reason: str, copy: Any) -> None:
+    what = f"{noun} of shape {shape} and dtype {_name(dtype)}"
+    if copy is False:
+        raise ArgumentError(f"{function}: copy=False, but the {what} cannot be shared: {reason}")
+    message = f"{function} copied the {what}: {reason}. Pass copy=True to copy silently, copy=False to raise instead"
+    warnings.warn(
+        message, ExchangeCopyWarning, stacklevel=2, skip_file_prefixes=(__file__.removesuffix("exchange.py"),)
+    )
+
+
+def _check_copy(copy: Any) -> None:
+    if copy is not None and not isinstance(copy, bool):
+        raise ArgumentError(f"copy must be None, True or False, got {copy!r}")
+
+
+def _check_device(device: str, function: str, noun: str, way_out: str) -> None:
+    if device != "cpu":
+        reason = "exchange on CUDA and other devices is not provided in this version, only on the CPU"
+        raise UnsupportedError(f"{function}: the {noun} is on {device!r}; {reason}. Move it first: {way_out}")
+
+
+_REFUSALS: tuple[tuple[Callable[[torch.Tensor], bool], str], ...] = (  # asked in this order
+    (lambda t: type(t) not in (torch.Tensor, torch.nn.Parameter), "a subclass of Tensor"),
+    (lambda t: t.is_nested, "a nested tensor (pass its parts)"),
+    (lambda t: t.layout != torch.strided, "another layout (pass tensor.to_dense())"),
+    (lambda t: t.is_conj(), "one with the conjugate bit set (pass tensor.resolve_conj())"),
+    (lambda t: t.is_neg(), "one with the negative bit set (pass tensor.resolve_neg())"),
+    (lambda t: any(getattr(t, "names", ())), "a named tensor (pass tensor.rename(None))"),
+)
+
+
+def _check_tensor(tensor: Any) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"to_jax takes a torch.Tensor, got {type(tensor).__module__}.{type(tensor).__qualname__}")
+    if tensor.device.type == "meta":
+        raise ArgumentError("to_jax: a meta tensor has no data to share")
+    _check_device(tensor.device.type, "to_jax", "tensor", "tensor.cpu()")
+    if refusal := next((what for refused, what in _REFUSALS if refused(tensor)), None):
+        raise ArgumentError(f"to_jax takes a plain dense tensor, got {refusal}: {type(tensor)} of {tensor.layout}")
+    if tensor.requires_grad:
+        raise GradientError("to_jax: the tensor requires a gradient, which JAX cannot see; pass tensor.detach()")
+    _check_dtype(tensor.dtype)
+    try:
+        tensor.data_ptr()
+    except RuntimeError:
+        raise ArgumentError("to_jax: the tensor has no memory of its own (inside a torch.func transform?)") from None
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if _name(dtype) not in _DTYPES:
+        raise DTypeError(f"{dtype} cannot cross to JAX; accepted are {', '.join(sorted(_DTYPES))}")
+
+
+def _check_array(array: Any, function: str = "to_torch", noun: str = "array") -> None:
+    if not isinstance(array, jax.Array):
+        raise TypeError(f"{function}: {noun} is a {type(array).__module__}.{type(array).__qualname__}")
+    if isinstance(array, jax.core.Tracer):
+        raise StaticArgumentError(f"{function}: {noun} is traced (inside jit, grad or vmap) and has no memory: {array}")
+    if array.is_deleted():
+        raise ArgumentError(f"{function}: {noun} has been deleted or donated")
+    if len(array.devices()) != 1:
+        raise ArgumentError(f"{function}: {noun} lies on {len(array.devices())} devices; jax.device_put it on one")
+    (device,) = array.devices()
+    _check_device(device.platform, function, noun, 'jax.device_put(array, jax.devices("cpu")[0])')
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
+        raise DTypeError(f"{function}: {noun} has dtype {array.dtype}; pass jax.random.key_data(array)")
+    if array.dtype.name not in _DTYPES:
+        raise DTypeError(f"{function}: torch cannot take {array.dtype.name}; convert it with array.astype(...)")

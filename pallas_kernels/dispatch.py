@@ -1,0 +1,118 @@
+"""Which backend answers a problem, why each other one does not, and the differentiable call itself."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from . import chunked, reference
+from .errors import ArgumentError, FallbackWarning, GradientError, UnsupportedError
+from .problem import Operands, Problem
+from .softmax import cast_output, finish
+
+BACKENDS = ("hopper", "interpret", "chunked", "reference")
+
+
+def reasons(problem: Problem, backend: str) -> list[str]:
+    """Why `backend` cannot serve the problem; empty where it can."""
+    if backend in ("chunked", "reference"):
+        return []
+    if backend in ("hopper", "interpret"):
+        return [f"{backend}: no kernel of this version covers the problem"]
+    raise ArgumentError(f"backend: expected one of {', '.join(('auto', *BACKENDS))}, got {backend!r}")
+
+
+def choose(problem: Problem, backend: str) -> str:
+    """The backend that serves the problem. "auto" never means `reference`; naming one that cannot serve raises."""
+    if backend != "auto":
+        why = reasons(problem, backend)
+        if why:
+            raise UnsupportedError(f"backend: {backend!r} cannot serve this call: " + "; ".join(why))
+        return backend
+    why = reasons(problem, "hopper")
+    if not why:
+        return "hopper"
+    if jax.default_backend() == "gpu":
+        _warn_once("a GPU is present but `chunked` serves the call: " + "; ".join(why))
+    return "chunked"
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    warnings.warn(text, FallbackWarning, stacklevel=4)
+
+
+def forward(problem: Problem, backend: str, x: Operands) -> tuple[jax.Array, jax.Array]:
+    """(out [queries, kv_heads, group, Dv] in out_dtype, lse [kv_heads, group, queries] in lse_dtype)."""
+    out, lse = _forward(problem, backend, x)
+    return cast_output(out, problem.out_dtype), lse
+
+
+def _forward(problem: Problem, backend: str, x: Operands) -> tuple[jax.Array, jax.Array]:
+    """As `forward`, the output still in the compute dtype."""
+    if problem.empty:
+        rows = (problem.queries, problem.kv_heads, problem.group)
+        zeros = jnp.zeros(rows, problem.compute_dtype)
+        sink = None if x.sinks is None else x.sinks.astype(zeros.dtype)
+        acc = jnp.zeros((*rows, problem.value_dim), zeros.dtype)
+        out, lse = finish(acc, jnp.full_like(zeros, -jnp.inf), zeros, sink, problem.lse_dtype)
+        return out, jnp.moveaxis(lse, 0, -1)
+    return (reference if backend == "reference" else chunked).attention(problem, x)
+
+
+def backward(
+    problem: Problem, backend: str, x: Operands, out: jax.Array, lse: jax.Array, d_out: jax.Array, d_lse: jax.Array
+) -> chunked.Gradients:
+    """Gradients of q, k, v, bias and sinks; shapes and dtypes of the operands."""
+    if problem.empty or backend == "reference":
+
+        def run(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> tuple[jax.Array, jax.Array]:
+            return _forward(problem, backend, x._replace(q=q, k=k, v=v, bias=bias, sinks=sinks))
+
+        _, vjp = jax.vjp(run, x.q, x.k, x.v, x.bias, x.sinks)
+        return chunked.Gradients(*vjp((d_out.astype(problem.compute_dtype), d_lse)))
+    return chunked.backward(problem, x, out, lse, d_out, d_lse)
+
+
+_forward_jit = jax.jit(forward, static_argnums=(0, 1))
+_backward_jit = jax.jit(backward, static_argnums=(0, 1))
+
+
+def attend(problem: Problem, backend: str, x: Operands) -> tuple[jax.Array, jax.Array]:
+    """`forward`, differentiable in q, k, v, bias and sinks through both results."""
+    return _attend(problem, backend, x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(problem: Problem, backend: str, x: Operands) -> tuple[jax.Array, jax.Array]:
+    return _forward_jit(problem, backend, x)
+
+
+def _attend_fwd(problem: Problem, backend: str, x: Any) -> tuple[Any, Any]:
+    # With symbolic_zeros every leaf says whether it is differentiated, so what has no gradient can raise.
+    is_leaf = lambda leaf: hasattr(leaf, "perturbed")  # noqa: E731
+    if problem.inference_only and any(leaf.perturbed for leaf in jax.tree.leaves(x, is_leaf=is_leaf)):
+        raise GradientError(f"no gradient is defined where {problem.inference_only}: inference-only arguments")
+    if x.q_scale is not None or problem.fp8_qk:
+        raise GradientError("no gradient is defined for an fp8 query")
+    x = jax.tree.map(lambda leaf: leaf.value, x, is_leaf=is_leaf)
+    out, lse = _forward_jit(problem, backend, x)
+    return (out, lse), (x, out, lse)
+
+
+def _attend_bwd(problem: Problem, backend: str, residuals: Any, cotangents: Any) -> tuple[Any]:
+    x, out, lse = residuals
+    d_out, d_lse = (
+        jnp.zeros(c.shape, c.dtype) if isinstance(c, SymbolicZero) else c for c in cotangents
+    )
+    d = _backward_jit(problem, backend, x, out, lse, d_out, d_lse)
+    nf = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jax.dtypes.float0), x.nf)
+    return (Operands(d.q, d.k, d.v, nf, d.bias, d.sinks),)
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)

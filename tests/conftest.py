@@ -1,0 +1,36 @@
+"""Settings of the whole suite. tests/jax needs no torch, tests/bridge does; cases.py and oracle.py serve both."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+from hypothesis import settings
+
+pytest.register_assert_rewrite("cases", "checks", "jax_frontend", "torch_frontend")
+
+settings.register_profile(
+    "suite",
+    deadline=None,  # the first example of a shape compiles
+    derandomize=os.environ.get("CI") == "true",
+    max_examples=int(os.environ.get("HYPOTHESIS_MAX_EXAMPLES", "25")),
+)
+settings.load_profile("suite")
+
+
+def gpu_seen() -> bool:
+    """Whether an NVIDIA GPU answers, asked without starting JAX or torch."""
+    if shutil.which("nvidia-smi") is None:
+        return False
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return listed.returncode == 0 and "GPU" in listed.stdout
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    wanting = [item for item in items if item.get_closest_marker("gpu")]
+    if wanting and not gpu_seen():
+        for item in wanting:
+            item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU"))

@@ -1,0 +1,781 @@
+"""Low-bit formats: bits against worked examples and numpy, conversions, gathers, quantisers, appends."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pallas_kernels import formats
+from pallas_kernels.errors import ArgumentError, DTypeError, GradientError, ShapeError, StaticArgumentError
+from pallas_kernels.formats import Fp8, Int4, Int8, KVCache, SeedFp8, SeedInt4, from_seed, quantize, to_seed
+
+F8 = ml_dtypes.float8_e4m3fn
+HEADS = [(3,), (2, 3)]
+
+# ------------------------------------------------------------------------------- independent re-implementations
+
+
+def half_bits(x):
+    return np.float16(x).view(np.uint16)
+
+
+def bits(x):
+    """Raw bytes, so that NaN and the sign of zero count."""
+    return np.ascontiguousarray(np.asarray(x)).tobytes()
+
+
+def numpy_int4(words, groups):
+    """Element by element, in numpy's half arithmetic: [..., D/8 + groups] int32 -> float16 [..., D]."""
+    words = np.ascontiguousarray(words).view(np.uint32)
+    d = (words.shape[-1] - groups) * 8
+    out = np.zeros((*words.shape[:-1], d), np.float16)
+    for e in range(d):
+        coefficient = words[..., e * groups // d]
+        scale = (coefficient & 0xFFFF).astype(np.uint16).view(np.float16)
+        shift = (coefficient >> 16).astype(np.uint16).view(np.float16)
+        nibble = (words[..., groups + e // 8] >> (4 * (e % 8))) & 0xF
+        out[..., e] = nibble.astype(np.float16) * scale + shift
+    return out
+
+
+def numpy_fp8(words, coefficients, fp32_scales=False):
+    values = np.ascontiguousarray(words).view(F8)
+    if fp32_scales:
+        return values.astype(np.float32) * np.ascontiguousarray(coefficients).view(np.float32)[..., None]
+    pair = np.ascontiguousarray(coefficients)[..., None].view(np.float16)
+    return values.astype(np.float16) * pair[..., :1] + pair[..., 1:]
+
+
+def numpy_native(kv):
+    """float32 numbers of one of our formats."""
+    if isinstance(kv, Int4):
+        words = np.asarray(kv.words).view(np.uint32)
+        codes = np.stack([(words >> (4 * t)) & 15 for t in range(8)], -1).reshape(*words.shape[:-1], -1)
+    else:
+        codes = np.asarray(kv.values)
+    scale, shift = np.asarray(kv.scale), getattr(kv, "shift", None)
+    if isinstance(kv, Fp8) and kv.per_head:
+        scale = np.broadcast_to(scale[None, ..., None], (kv.shape[0], *scale.shape, kv.shape[1]))
+    out = np.zeros(kv.shape, np.float32)
+    for m in range(kv.shape[1]):
+        row = codes[:, m].astype(np.float32)
+        s = scale[..., m].astype(np.float32)
+        b = 0 if shift is None else np.asarray(shift)[..., m].astype(np.float32)
+        per = row.shape[-1] // s.shape[-1] if s.ndim == row.ndim else None
+        widen = partial(np.repeat, repeats=per, axis=-1) if per else lambda x: np.asarray(x)[..., None]
+        out[:, m] = row * widen(s) + (b if shift is None else widen(b))
+    return out
+
+
+def same_half(actual, expected):
+    """Equal as numbers, with NaN equal to NaN and -0 unlike 0."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    nan = np.isnan(expected)
+    np.testing.assert_array_equal(np.isnan(actual), nan)
+    np.testing.assert_array_equal(actual[~nan], expected[~nan])
+    np.testing.assert_array_equal(np.signbit(actual[~nan]), np.signbit(expected[~nan]))
+
+
+def random_words(rng, *shape):
+    return rng.integers(-(2**31), 2**31, shape, dtype=np.int64).astype(np.int32)
+
+
+def random_halves(rng, *shape, low=-8, high=4):
+    return (rng.standard_normal(shape) * np.exp2(rng.integers(low, high, shape))).astype(np.float16)
+
+
+def pack(scale, shift):
+    return np.ascontiguousarray(np.stack([scale, shift], -1)).view(np.int32)[..., 0]
+
+
+def numbers(seed, *shape, dtype=np.float32):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+KINDS = {
+    "seed_int4": {},
+    "seed_int4 groups": dict(groups=4),
+    "seed_fp8": {},
+    "seed_fp8 asymmetric": dict(asymmetric=True),
+    "seed_fp8 fp32": dict(scale_dtype=jnp.float32),
+    "fp8": {},
+    "fp8 asymmetric": dict(asymmetric=True),
+    "fp8 half": dict(scale_dtype=jnp.float16),
+    "fp8 head": dict(scale="head"),
+    "fp8 head asymmetric": dict(scale="head", asymmetric=True),
+    "int8": {},
+    "int8 half": dict(scale_dtype="float16"),
+    "int4": {},
+    "int4 groups": dict(groups=2),
+}
+
+# Compiled once a shape: eagerly every operation of every format would be compiled on its own.
+QUANTIZE = jax.jit(quantize, static_argnums=1, static_argnames=("groups", "scale", "asymmetric", "scale_dtype"))
+FROM_SEED, TO_SEED = jax.jit(from_seed), jax.jit(to_seed)
+READ = jax.jit(lambda kv, dtype=jnp.float32: kv.dequantize(dtype), static_argnums=1)
+
+
+def at_once(f, formats, *args):
+    """f(format, *args) of several formats in one compiled program."""
+    return jax.jit(lambda kvs, args: [f(kv, *args) for kv in kvs])([kv for _, kv in formats], args)
+
+
+@cache
+def every_format(heads=(3,), a=2, m=5, d=16, seed=0):
+    """(label, instance) of every kind of storage, with the numbers of one random array."""
+    fill = jax.jit(lambda x: [quantize(x, label.split()[0], **options) for label, options in KINDS.items()])
+    return list(zip(KINDS, fill(numbers(seed, a, m, *heads, d))))
+
+
+# ------------------------------------------------------------------------------------------------- seed formats
+
+
+def test_int4_worked_example_of_one_group():
+    words = np.array([0xBC003000, 0x76543210, 0xFEDCBA98], np.uint32).view(np.int32)
+    assert words.tolist() == [-1140838400, 1985229328, -19088744]
+    kv = SeedInt4(words.reshape(1, 1, 1, 3))
+    assert kv.shape == (1, 1, 1, 16) and kv.ndim == 4 and kv.head_dim == 16
+    expected = (np.arange(16) * 0.125 - 1).astype(np.float32)
+    np.testing.assert_array_equal(kv.dequantize().ravel(), expected)
+    assert kv.dequantize(jnp.bfloat16).dtype == jnp.bfloat16
+
+
+def test_int4_worked_example_of_two_groups():
+    words = [0xBC003000, 0x40003800, 0x76543210, 0xFEDCBA98, 0x76543210, 0xFEDCBA98]
+    kv = SeedInt4(np.array(words, np.uint32).view(np.int32).reshape(1, 1, 1, 6), 2)
+    expected = np.concatenate([np.arange(16) * 0.125 - 1, np.arange(16) * 0.5 + 2])
+    np.testing.assert_array_equal(kv.dequantize(jnp.float16).ravel(), expected.astype(np.float16))
+    # The quantiser finds the same words, the second half of whose grid is exact too.
+    np.testing.assert_array_equal(quantize(expected.reshape(1, 1, 1, 32), "seed_int4", groups=2).words, kv.words)
+
+
+VALUES = [1, -1, 0.5, 448, 2, -0.25, 0, 3.5, 1.5, -448, 2**-6, 7, -2, 16, 2**-9, 0.875]
+
+
+def test_fp8_worked_example():
+    words = np.array([0x7E30B838, 0x4600A840, 0x4E08FE3C, 0x360158C0], np.uint32).view(np.int32).reshape(1, 1, 1, 4)
+    kv = SeedFp8(words, np.full((1, 1, 1), -1140836352, np.int32))
+    expected = [-0.5, -1.5, -0.75, 223, 0, -1.125, -1, 0.75, -0.25, -225, -0.9921875, 2.5, -2, 7]
+    expected += [-0.9990234375, -0.5625]
+    np.testing.assert_array_equal(kv.dequantize().ravel(), np.float32(expected))
+    rows = jnp.array([0])
+    np.testing.assert_array_equal(kv.gather_values(rows).ravel(), np.float32(VALUES))
+    np.testing.assert_array_equal(kv.gather_scales(rows), [[0.5]])
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_fp32_scales_come_as_bits_or_floats(dtype):
+    words = np.array([0x7E30B838, 0x4600A840, 0x4E08FE3C, 0x360158C0], np.uint32).view(np.int32).reshape(1, 1, 1, 4)
+    scale = np.full((1, 1, 1), 0x3F000000, np.int32).view(dtype)
+    kv = SeedFp8(words, scale, fp32_scales=True)
+    np.testing.assert_array_equal(kv.dequantize().ravel(), np.float32(VALUES) / 2)
+    np.testing.assert_array_equal(kv.gather_scales(jnp.array([0])), [[0.5]])
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_int4_arithmetic_is_half_arithmetic_for_every_scale(jit):
+    """All 2**16 scales with random shifts: also subnormal, infinite and NaN ones."""
+    rng = np.random.default_rng(1)
+    scale = np.arange(65536, dtype=np.uint16).view(np.float16)
+    shift = rng.permutation(scale)
+    shift[::2] = random_halves(rng, 32768, low=-24)
+    words = np.concatenate([pack(scale, shift)[:, None], random_words(rng, 65536, 1)], -1).reshape(1, 65536, 1, 2)
+    kv = SeedInt4(words)
+    actual = READ(kv, jnp.float16) if jit else kv.dequantize(jnp.float16)
+    with np.errstate(all="ignore"):
+        same_half(actual, numpy_int4(words, 1))
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 4, 8]), st.sampled_from(HEADS))
+def test_int4_matches_numpy(seed, groups, heads):
+    rng = np.random.default_rng(seed)
+    coefficients = pack(*(random_halves(rng, 2, 3, *heads, groups, low=-20) for _ in range(2)))
+    words = np.concatenate([coefficients, random_words(rng, 2, 3, *heads, 2)], -1)
+    expected = numpy_int4(words, groups)
+    for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
+        actual = READ(SeedInt4(words, groups), dtype)
+        same_half(actual.astype(np.float32), expected.astype(dtype).astype(np.float32))
+
+
+def test_fp8_arithmetic_is_half_arithmetic_for_every_value():
+    """All 256 values under 256 random coefficient pairs each, in one compiled program."""
+    rng = np.random.default_rng(2)
+    values = np.stack([rng.permutation(256) for _ in range(1024)]).astype(np.uint8)
+    words = values.view(np.int32).reshape(1, 1024, 1, 64)
+    scale, shift = random_halves(rng, 1024, low=-24, high=12), random_halves(rng, 1024, low=-24, high=12)
+    scale[:4], shift[2:6] = [np.inf, np.nan, 0, -0.0], [-np.inf, np.nan, 0, -0.0]
+    coefficients = pack(scale, shift).reshape(1, 1024, 1)
+    with np.errstate(all="ignore"):
+        expected = numpy_fp8(words, coefficients)
+    same_half(READ(SeedFp8(words, coefficients), jnp.float16), expected)
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from(HEADS))
+def test_fp32_scales_match_numpy(seed, heads):
+    rng = np.random.default_rng(seed)
+    words = random_words(rng, 2, 3, *heads, 4)
+    scale = rng.standard_normal((2, 3, *heads)).astype(np.float32)
+    kv = SeedFp8(words, scale, fp32_scales=True)
+    same_half(READ(kv), numpy_fp8(words, scale, True))
+    other = SeedFp8(words, scale.view(np.int32), fp32_scales=True)
+    assert bits(READ(other, jnp.bfloat16)) == bits(READ(kv, jnp.bfloat16))
+
+
+# ------------------------------------------------------------------------------------------ reading in general
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_native_formats_match_numpy(heads):
+    kinds = [(label, kv) for label, kv in every_format(heads) if not label.startswith("seed")]
+    for (label, kv), numbers in zip(kinds, at_once(lambda kv: kv.dequantize(), kinds)):
+        np.testing.assert_array_equal(numbers, numpy_native(kv), err_msg=label)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_gather_rows_reads_what_dequantize_reads(heads, dtype):
+    kinds = every_format(heads)
+    rows = np.array([[0, 9, 3], [7, 3, 5]], np.int32)
+    indices = (rows, rows[0], rows[0, 0], rows[:, :0])
+    wholes = at_once(lambda kv: kv.dequantize(dtype), kinds)
+    takens = at_once(lambda kv, *indices: [kv.gather_rows(i, dtype) for i in indices], kinds, *indices)
+    for (label, _), whole, taken in zip(kinds, wholes, takens):
+        flat = np.asarray(whole).reshape(10, int(np.prod(heads)), 16)
+        for index, part in zip(indices, taken):
+            assert part.dtype == dtype and part.shape == flat[index].shape, label
+            assert bits(part) == bits(flat[index]), label
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_gathered_values_and_scales_make_up_the_row(heads):
+    kinds = [(label, kv) for label, kv in every_format(heads) if "fp8" in label and "asymmetric" not in label]
+    rows = np.array([[8], [1]])
+    read = lambda kv, rows: (kv.gather_values(rows), kv.gather_scales(rows), kv.gather_rows(rows))  # noqa: E731
+    for (label, _), (values, scales, numbers) in zip(kinds, at_once(read, kinds, rows)):
+        assert values.dtype == scales.dtype == jnp.float32
+        assert scales.shape == values.shape[:-1] == (2, 1, int(np.prod(heads)))
+        exact = np.asarray(values) * np.asarray(scales)[..., None]
+        np.testing.assert_allclose(numbers, exact, rtol=1e-3, atol=1e-6, err_msg=label)
+
+
+def test_rows_that_are_not_addressed_do_not_leak():
+    """NaN in the codes and coefficients of every other row."""
+    kinds, rows = every_format(), np.array([4, 5], np.int32)
+
+    def spoil(kv):
+        leaves = {}
+        for name, (array, axis) in kv.components().items():
+            junk = np.full_like(array, -1 if np.issubdtype(array.dtype, np.integer) else np.nan)
+            for r in rows:
+                np.moveaxis(junk, axis, 1)[r // 5, r % 5] = np.moveaxis(np.asarray(array), axis, 1)[r // 5, r % 5]
+            leaves[name] = junk
+        return jax.tree.unflatten(jax.tree.structure(kv), [leaves.get(n, getattr(kv, n)) for n in leaf_names(kv)])
+
+    spoiled = [(label, spoil(kv)) for label, kv in kinds]
+    clean, read = (at_once(lambda kv, rows: kv.gather_rows(rows), ks, rows) for ks in (kinds, spoiled))
+    for (label, kv), expected, actual in zip(spoiled, clean, read):
+        assert np.isnan(READ(kv)).any() or label == "fp8 head", label
+        assert np.isfinite(expected).all() and bits(actual) == bits(expected), label
+
+
+def leaf_names(kv):
+    return [path[0].name for path, _ in jax.tree_util.tree_leaves_with_path(kv)]
+
+
+def test_indices_out_of_range_are_clamped():
+    rows = np.array([[-1, 10, 2**31 - 1], [0, 9, 9]], np.int32)
+    for (label, _), (wild, tame) in zip(every_format(), at_once(lambda kv, r: kv.gather_rows(r), every_format(), rows)):
+        assert bits(wild) == bits(tame), label
+
+
+def test_names_and_sizes():
+    names = {label: (kv.name, kv.nbytes) for label, kv in every_format()}
+    rows = 2 * 5 * 3
+    assert names["seed_int4"] == ("seed_int4", rows * (4 + 8))
+    assert names["seed_int4 groups"] == ("seed_int4g4", rows * (16 + 8))
+    assert names["seed_fp8"] == ("seed_fp8", rows * (4 + 16))
+    assert names["seed_fp8 fp32"] == ("seed_fp8_fp32", rows * (4 + 16))
+    assert names["fp8 asymmetric"] == ("fp8", rows * (2 + 2 + 16))
+    assert names["fp8 head"] == ("fp8", rows * 16 + 3 * 4)
+    assert names["int8"] == ("int8", rows * (4 + 16))
+    assert names["int4 groups"] == ("int4g2", rows * (2 * 4 + 8))
+    assert "float8_e4m3fn[2, 5, 3, 16]" in repr(dict(every_format())["fp8"])
+
+
+# --------------------------------------------------------------------------------------------------- pytrees
+
+
+def test_any_leaves_pass_through():
+    for _, kv in every_format():
+        leaves, structure = jax.tree.flatten(kv)
+        for junk in (None, object(), np.zeros(3)):
+            rebuilt = jax.tree.unflatten(structure, [junk] * len(leaves))
+            assert type(rebuilt) is type(kv)
+            assert all(getattr(rebuilt, name) is junk for name in leaf_names(kv))
+        assert jax.tree.structure(jax.tree.map(lambda x: None, kv)) is not None
+
+
+def test_vmap_and_scan_over_layers():
+    kinds = every_format()
+
+    def run(kv):
+        layers = jax.tree.map(lambda x: jnp.stack([x, x]), kv)
+        mapped, again = jax.vmap(lambda kv: (kv.dequantize(), kv))(layers)
+        _, scanned = jax.lax.scan(lambda c, kv: (c, kv.gather_rows(jnp.array([3]))), 0, layers)
+        return kv.dequantize(), mapped[1], kv.gather_rows(jnp.array([3])), scanned[1], again
+
+    for (label, kv), (whole, mapped, row, scanned, again) in zip(kinds, at_once(run, kinds)):
+        assert bits(mapped) == bits(whole) and bits(scanned) == bits(row), label
+        assert type(again) is type(kv) and again.scale.shape[0] == 2 if hasattr(kv, "scale") else True
+
+
+def test_quantize_under_vmap():
+    x = numbers(0, 2, 1, 4, 2, 8)
+    stacked = jax.vmap(lambda x: QUANTIZE(x, "int4"))(x)
+    assert bits(stacked.words[1]) == bits(QUANTIZE(x[1], "int4").words)
+
+
+def test_static_fields_are_part_of_the_structure():
+    words = np.zeros((1, 1, 1, 6), np.int32)
+    assert jax.tree.structure(SeedInt4(words, 2)) != jax.tree.structure(SeedInt4(words, 4))
+
+
+# ----------------------------------------------------------------------------------------------- conversions
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 4, 8]), st.sampled_from(HEADS))
+def test_int4_round_trip_keeps_every_bit(seed, groups, heads):
+    """Arbitrary words: NaN payloads and infinities among the coefficients too."""
+    kv = SeedInt4(random_words(np.random.default_rng(seed), 2, 3, *heads, groups + 2), groups)
+    native = FROM_SEED(kv)
+    assert native.num_groups == groups and native.shape == kv.shape
+    back = TO_SEED(native)
+    assert back.num_groups == groups and bits(back.words) == bits(kv.words)
+    again = FROM_SEED(back)
+    assert all(bits(a) == bits(b) for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(native)))
+
+
+@given(st.integers(0, 2**32 - 1), st.booleans(), st.sampled_from(HEADS))
+def test_fp8_round_trip_keeps_every_bit(seed, fp32_scales, heads):
+    rng = np.random.default_rng(seed)
+    kv = SeedFp8(random_words(rng, 2, 3, *heads, 4), random_words(rng, 2, 3, *heads), fp32_scales)
+    native = FROM_SEED(kv)
+    assert (native.shift is None) == fp32_scales
+    back = TO_SEED(native)
+    assert back.fp32_scales == fp32_scales
+    assert bits(back.words) == bits(kv.words) and bits(back.coefficients) == bits(kv.coefficients)
+
+
+def test_all_halves_survive_conversion():
+    every = np.arange(65536, dtype=np.uint16).view(np.float16)
+    kv = SeedFp8(np.zeros((1, 65536, 1, 1), np.int32), pack(every, every[::-1]).reshape(1, 65536, 1))
+    native = from_seed(kv)
+    assert bits(native.scale) == bits(every) and bits(native.shift) == bits(every[::-1])
+    assert bits(to_seed(native).coefficients) == bits(kv.coefficients)
+
+
+def test_conversion_lays_out_values_and_coefficients():
+    words = np.array([0xBC003000, 0x40003800, 1, 2, 3, 4], np.uint32).view(np.int32)
+    native = from_seed(SeedInt4(np.tile(words, (1, 3, 2, 1)), 2))
+    assert native.scale.shape == (1, 2, 2, 3) and native.words.shape == (1, 3, 2, 4)
+    np.testing.assert_array_equal(native.scale[0, 0, :, 1], np.float16([0.125, 0.5]))
+    np.testing.assert_array_equal(native.shift[0, 1, :, 2], np.float16([-1, 2]))
+    float_scales = SeedFp8(np.zeros((1, 2, 1, 1), np.int32), np.float32([[[1], [2]]]), True)
+    np.testing.assert_array_equal(from_seed(float_scales).scale, np.float32([[[1, 2]]]))
+    assert to_seed(from_seed(float_scales)).coefficients.dtype == jnp.int32
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_to_seed_of_each_fp8_form(heads):
+    x = numbers(0, 2, 5, *heads, 16)
+    for options in (dict(), dict(scale="head"), dict(scale_dtype=jnp.float16), dict(scale="head", asymmetric=True)):
+        kv = QUANTIZE(x, Fp8, **options)
+        seed = TO_SEED(kv)
+        assert seed.fp32_scales == (kv.scale.dtype == jnp.float32)
+        atol = 0 if seed.fp32_scales else 2e-3
+        np.testing.assert_allclose(READ(seed), READ(kv), rtol=0, atol=atol)
+
+
+def test_conversions_without_a_seed_form_raise():
+    x = numbers(0, 1, 2, 1, 8)
+    with pytest.raises(ArgumentError, match="Int8"):
+        to_seed(quantize(x, "int8"))
+    with pytest.raises(ArgumentError, match="float32 scale with a shift"):
+        to_seed(quantize(x, "fp8", asymmetric=True, scale_dtype=jnp.float32))
+    with pytest.raises(ArgumentError, match="multiple of 4, got 6"):
+        to_seed(quantize(x[..., :6], "fp8"))
+    with pytest.raises(ArgumentError, match="SeedInt4"):
+        to_seed(quantize(x, "seed_int4"))
+    with pytest.raises(ArgumentError, match="got Fp8"):
+        from_seed(quantize(x, "fp8"))
+
+
+# ------------------------------------------------------------------------------------------------ quantisers
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from(["seed_int4", "int4"]), st.sampled_from([1, 2, 4, 8]))
+def test_int4_error_is_half_a_step(seed, name, groups):
+    rng = np.random.default_rng(seed)
+    x = (rng.standard_normal((1, 4, 2, 16)) * np.exp2(rng.integers(-6, 8))).astype(np.float32)
+    kv = QUANTIZE(x, name, groups=groups)
+    grouped = x.reshape(1, 4, 2, groups, -1)
+    step = np.ptp(grouped, -1, keepdims=True) / 15
+    error = np.abs(np.asarray(READ(kv)).reshape(grouped.shape) - grouped)
+    # Half a step, what rounding the coefficients to half adds, and for the seed's arithmetic two roundings.
+    assert (error <= step * 0.51 + np.abs(grouped).max(-1, keepdims=True) * 2**-9).all()
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_int8_and_fp8_errors(seed):
+    rng = np.random.default_rng(seed)
+    x = (rng.standard_normal((1, 4, 2, 16)) * np.exp2(rng.integers(-6, 8))).astype(np.float32)
+    largest = np.abs(x).max(-1, keepdims=True)
+    assert (np.abs(READ(QUANTIZE(x, "int8")) - x) <= largest / 127 * 0.501).all()
+    for name, options in (("fp8", {}), ("seed_fp8", {}), ("seed_fp8", dict(scale_dtype=jnp.float32))):
+        error = np.abs(READ(QUANTIZE(x, name, **options)) - x)
+        assert (error <= np.abs(x) * (1 / 16 + 2**-9) + largest * 2**-18).all()
+    shifted = x + 10 * largest
+    assert (np.abs(READ(QUANTIZE(shifted, "seed_fp8", asymmetric=True)) - shifted) < largest / 6).all()
+
+
+ALL = ["seed_int4", "seed_fp8", "fp8", "int8", "int4"]
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("value", [0.0, 1.0, -3.140625, 6e-8, 1e-12, 3e4])
+def test_constant_rows(name, value):
+    x = np.full((1, 2, 1, 8), value, np.float32)
+    out = np.asarray(READ(QUANTIZE(x, name)))
+    np.testing.assert_allclose(out, x, rtol=1 / 400, atol=6e-8)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("top", [6.5e4, 1e6, 1e20, 3e38, np.inf])
+def test_huge_numbers_saturate(name, top):
+    rng = np.random.default_rng(0)
+    x = rng.uniform(-1, 1, (1, 6, 1, 16)).astype(np.float32)
+    x[0, 0, 0, 3], x[0, 1, 0, 5], x[0, 2, 0, :2], x[0, 3], x[0, 4] = top, -top, (top, -top), top, -top
+    for options in ({}, dict(asymmetric=True)) if "fp8" in name else ({},):
+        out = np.asarray(READ(QUANTIZE(x, name, **options)))
+        assert np.isfinite(out).all(), (name, options)
+        assert out[0, 0, 0, 3] > 5e4 and out[0, 1, 0, 5] < -5e4 and (out[0, 2, 0, 0] > 4e3 > out[0, 2, 0, 1])
+        assert np.abs(out[0, 5] - x[0, 5]).max() < 0.1  # an ordinary row beside them
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_no_finite_row_decodes_to_infinity(seed):
+    rng = np.random.default_rng(seed)
+    x = (rng.standard_normal((1, 64, 1, 16)) * 6e4).clip(-65504, 65504)
+    x[0, ::3] += 5e4
+    for name, options in (("seed_int4", {}), ("seed_fp8", {}), ("seed_fp8", dict(asymmetric=True))):
+        assert np.isfinite(READ(QUANTIZE(x.astype(np.float32), name, **options), jnp.float16)).all()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_nan_stays_in_its_row(name):
+    x = numbers(0, 1, 3, 1, 8)
+    x[0, 1, 0, 2] = np.nan
+    out = np.asarray(READ(QUANTIZE(x, name)))
+    assert np.isnan(out[0, 1]).all() and np.isfinite(out[0, [0, 2]]).all()
+
+
+def test_e4m3_is_rounded_to_nearest_even_and_saturates():
+    every = np.arange(256, dtype=np.uint8).view(F8).astype(np.float32)
+    exact = np.unique(every[np.isfinite(every)])
+    between = (exact[1:] + exact[:-1]) / 2
+    x = np.concatenate([exact, between, np.nextafter(between, 999), np.nextafter(between, -999)]).astype(np.float32)
+    x = np.concatenate([x, np.float32([1e9, -1e9, np.inf, 464.1, -0.0])])
+    kv = quantize(x.reshape(1, 1, 1, -1), "fp8", scale=[1.0])
+    expected = np.clip(x, -448, 448).astype(F8)
+    np.testing.assert_array_equal(np.asarray(kv.values).ravel().view(np.uint8), expected.view(np.uint8))
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_scales_per_head(heads):
+    x = numbers(0, 2, 5, *heads, 16)
+    kv = quantize(x, "fp8", scale="head")
+    np.testing.assert_allclose(kv.scale, np.abs(x).max((0, 1, -1)) / 448, rtol=1e-6)
+    half = quantize(x, "fp8", scale="head", scale_dtype=jnp.float16)
+    assert half.scale.dtype == jnp.float16
+    given_scale = np.full(heads, 2.0**-9, np.float16)
+    kv = quantize(x, "fp8", scale=given_scale)
+    assert kv.scale.dtype == jnp.float16 and bits(kv.scale) == bits(given_scale)
+    assert float(jnp.abs(kv.dequantize()).max()) == 448 * 2**-9
+    assert quantize(x, "fp8", scale=given_scale.tolist()).scale.dtype == jnp.float32
+    assert quantize(jnp.zeros_like(x), "fp8", scale="head").scale.ravel()[0] == 1
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_quantize_takes_every_float(dtype):
+    x = jnp.asarray(numbers(0, 1, 2, 3, 8)).astype(dtype)
+    for name in ALL:
+        np.testing.assert_allclose(READ(QUANTIZE(x, name)), x.astype(jnp.float32), atol=0.2)
+
+
+def test_quantize_errors():
+    x = numbers(0, 1, 2, 3, 16)
+    for bad, error, text in [
+        (dict(format="int5"), ArgumentError, "expected one of 'seed_int4'"),
+        (dict(format=KVCache), ArgumentError, "format"),
+        (dict(x=x[0]), ShapeError, r"x: expected \[A, M"),
+        (dict(x=x.astype(np.int32)), DTypeError, "got int32"),
+        (dict(x=[1.0]), DTypeError, "got list"),
+        (dict(x=x[..., :12]), ShapeError, "multiple of 8, got 12"),
+        (dict(x=x[..., :6], format="seed_fp8"), ShapeError, "multiple of 4, got 6"),
+        (dict(groups=3), ArgumentError, r"\(1, 2, 4, 8\), got 3"),
+        (dict(groups=2.0), StaticArgumentError, "groups"),
+        (dict(groups=2, format="fp8"), ArgumentError, "one scale a row"),
+        (dict(scale="column", format="fp8"), ArgumentError, "got 'column'"),
+        (dict(scale="head"), ArgumentError, "only 'fp8'"),
+        (dict(scale=[1.0], format="fp8"), ShapeError, r"shape \(3,\), got \(1,\)"),
+        (dict(scale=[1.0, 0.0, 1.0], format="fp8"), ArgumentError, "positive finite"),
+        (dict(scale=[1.0, 1e9, 1.0], format="fp8", scale_dtype="float16"), ArgumentError, "positive finite"),
+        (dict(scale=["a", "b", "c"], format="fp8"), DTypeError, "scale"),
+        (dict(asymmetric=True), ArgumentError, "asymmetric"),
+        (dict(asymmetric=1, format="fp8"), ArgumentError, "got int"),
+        (dict(asymmetric=True, format="seed_fp8", scale_dtype=jnp.float32), ArgumentError, "no shift beside float32"),
+        (dict(scale_dtype=jnp.float32), DTypeError, "scales of float16"),
+        (dict(scale_dtype=jnp.bfloat16, format="int8"), DTypeError, "float16 or float32, got bfloat16"),
+        (dict(scale_dtype="no", format="int8"), DTypeError, "got 'no'"),
+    ]:
+        with pytest.raises(error, match=text):
+            quantize(**(dict(x=x, format="int4") | bad))
+
+
+def test_differentiating_a_quantiser_raises():
+    x = jnp.asarray(numbers(0, 1, 2, 1, 8))
+    with pytest.raises(GradientError, match="stop_gradient"):
+        jax.grad(lambda x: quantize(x, "int8").dequantize().sum())(x)
+    through = jax.grad(lambda x: (x * quantize(jax.lax.stop_gradient(x), "int8").dequantize()).sum())(x)
+    np.testing.assert_allclose(through, x, atol=0.02)
+
+
+def test_constructor_errors():
+    i32, f16, f32 = (partial(np.zeros, dtype=d) for d in (np.int32, np.float16, np.float32))
+    e4m3, i8 = partial(np.zeros, dtype=F8), partial(np.zeros, dtype=np.int8)
+    for make, error, text in [
+        (lambda: SeedInt4(f32((1, 1, 1, 3))), DTypeError, "words: expected dtype int32, got float32"),
+        (lambda: SeedInt4([1, 2]), DTypeError, "got list"),
+        (lambda: SeedInt4(i32((1, 1, 3))), ShapeError, "words"),
+        (lambda: SeedInt4(i32((1, 1, 1, 1))), ShapeError, "rows of 1 words"),
+        (lambda: SeedInt4(i32((1, 1, 1, 3)), 3), ArgumentError, "num_groups"),
+        (lambda: jax.jit(lambda n: SeedInt4(i32((1, 1, 1, 3)), n))(1), StaticArgumentError, "num_groups"),
+        (lambda: SeedFp8(i32((1, 2, 3, 4)), i32((1, 3, 2))), ShapeError, r"shape \(1, 2, 3\), got \(1, 3, 2\)"),
+        (lambda: SeedFp8(i32((1, 2, 3, 4)), f32((1, 2, 3))), DTypeError, "expected dtype int32, got float32"),
+        (lambda: SeedFp8(i32((1, 2, 3, 4)), f16((1, 2, 3)), True), DTypeError, "int32 or float32"),
+        (lambda: SeedFp8(i32((1, 2, 3, 4)), i32((1, 2, 3)), 1), ArgumentError, "fp32_scales"),
+        (lambda: Fp8(i8((1, 2, 3, 4)), f32((1, 3, 2))), DTypeError, "float8_e4m3fn, got int8"),
+        (lambda: Fp8(e4m3((1, 2, 3, 4)), f32((1, 2, 3))), ShapeError, r"\(1, 3, 2\) \(one a row\) or \(3,\)"),
+        (lambda: Fp8(e4m3((1, 2, 3, 4)), f32(3), f16(3)), ShapeError, "shift"),
+        (lambda: Fp8(e4m3((1, 2, 3, 4)), f32(3), f32((1, 3, 2))), DTypeError, "shift"),
+        (lambda: Int8(i8((1, 2, 3, 4)), f32(3)), ShapeError, "scale"),
+        (lambda: Int8(i8((1, 2, 3, 4)), f32((1, 3, 2)).astype(np.float64)), DTypeError, "got float64"),
+        (lambda: Int4(i32((1, 2, 3, 2)), f32((1, 3, 2)), f16((1, 3, 2))), DTypeError, "scale"),
+        (lambda: Int4(i32((1, 2, 3, 2)), f16((1, 3, 3, 2)), f16((1, 3, 3, 2))), ShapeError, "4 a row"),
+        (lambda: Int4(i32((1, 2, 3, 2)), f16((1, 3, 2, 2)), f16((1, 3, 2))), ShapeError, "as scale"),
+        (lambda: KVCache(i32((1, 2, 3, 4)), f32((1, 2, 3, 4))), DTypeError, "k: "),
+        (lambda: KVCache(f32((1, 2, 3, 4)), f32((1, 2, 3))), ShapeError, "v: "),
+        (lambda: KVCache(f32((1, 2, 3, 4)), f32((1, 2, 4, 4))), ShapeError, "equal shapes up to D"),
+    ]:
+        with pytest.raises(error, match=text):
+            make()
+
+
+# ---------------------------------------------------------------------------------------------------- append
+
+
+def caches(heads=(3,), **kwargs):
+    """(label, cache): each format as K with another one as V of another head size, and plain arrays."""
+    ks, vs = every_format(heads, **kwargs), every_format(heads, d=24, seed=1, **kwargs)
+    pairs = [(label, KVCache(k, v)) for (label, k), (_, v) in zip(ks, vs[1:] + vs[:1])]
+    plain = KVCache(ks[0][1].dequantize(jnp.bfloat16), vs[0][1].dequantize(jnp.float16))
+    return [*pairs, ("plain", plain)]
+
+
+def flat_parts(part):
+    """name -> the stored array as [A * M, ...], for comparisons."""
+    stored = formats.components(part)
+    return {n: np.moveaxis(np.asarray(x), ax, 1).reshape(-1, x.size // (x.shape[0] * x.shape[ax])) for n, (x, ax) in
+            stored.items()}  # fmt: skip
+
+
+def check_append(before, after, written, new_keys, new_values, label):
+    """Rows in `written` hold exactly what encoding the new rows on their own gives; all others keep their bits."""
+    for old, part, new in ((before.k, after.k, new_keys), (before.v, after.v, new_values)):
+        assert jax.tree.structure(old) == jax.tree.structure(part)
+        encoded = formats.encode_rows(old, new)
+        was, now = flat_parts(old), flat_parts(part)
+        assert set(was) == set(now) == set(encoded)
+        for name in was:
+            expected = was[name].copy()
+            rows = np.asarray(encoded[name]).reshape(len(written), -1)
+            for r, row in zip(written, rows):
+                if r is not None:
+                    expected[r] = row
+            assert bits(now[name]) == bits(expected), (label, name)
+
+
+def new_tokens(heads, *lead):
+    return jnp.asarray(numbers(7, *lead, *heads, 16)), jnp.asarray(numbers(8, *lead, *heads, 24))
+
+
+APPEND = jax.jit(lambda cache, *new, **where: cache.append(*new, **where))
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_append_by_positions(heads):
+    new = new_tokens(heads, 2, 2)
+    where = np.array([[0, 4], [3, 1]], np.int32)
+    for label, cache in caches(heads):
+        check_append(cache, APPEND(cache, *new, positions=where), [0, 4, 8, 6], *new, label)
+    eager = cache.append(*new, positions=where.tolist())
+    check_append(cache, eager, [0, 4, 8, 6], *new, "eager")
+
+
+def test_append_by_slots_skips_and_drops():
+    new = new_tokens((3,), 6)
+    where = np.array([9, -1, 0, 10, -7, 2**31 - 1], np.int32)
+    for label, cache in caches():
+        after = APPEND(cache, *new, slot_mapping=where)
+        check_append(cache, after, [9, None, 0, None, None, None], *new, label)
+        also = APPEND(cache, *(x[None] for x in new), slot_mapping=where)
+        assert all(bits(a) == bits(b) for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(also)))
+
+
+def test_positions_beyond_a_sequence_never_reach_the_next_one():
+    new = new_tokens((3,), 2, 3)
+    where = np.array([[5, -1, 2], [-5, 2**31 - 1, 1]], np.int32)
+    for label, cache in caches():
+        after = APPEND(cache, *new, positions=where)
+        check_append(cache, after, [None, None, 2, None, None, 6], *new, label)
+
+
+def test_small_and_unsigned_indices():
+    new = new_tokens((3,), 2)
+    label, cache = caches()[0]
+    for dtype in (jnp.int8, jnp.uint8, jnp.uint32, jnp.int16):
+        check_append(cache, APPEND(cache, *new, slot_mapping=jnp.array([3, 8], dtype)), [3, 8], *new, label)
+    nothing = tuple(x[:0] for x in new)
+    check_append(cache, cache.append(*nothing, slot_mapping=[]), [], *nothing, label)
+
+
+def test_appended_rows_are_read_back():
+    keys, values = new_tokens((3,), 3)
+    for label, cache in caches():
+        after = cache.append(keys, values, slot_mapping=[7, -1, 2])
+        if label != "plain":
+            rows = jnp.array([7, 2])
+            np.testing.assert_allclose(after.k.gather_rows(rows), keys[jnp.array([0, 2])], atol=0.25, err_msg=label)
+            np.testing.assert_allclose(after.v.gather_rows(rows), values[jnp.array([0, 2])], atol=0.25, err_msg=label)
+
+
+def test_append_equals_quantize():
+    """A cache filled token by token holds the bits that quantising the whole gives, where scales are per row."""
+    x = numbers(3, 2, 5, 3, 16)
+    for name, options in [("seed_int4", dict(groups=2)), ("fp8", {}), ("int8", {}), ("int4", dict(groups=4))]:
+        empty = quantize(jnp.zeros_like(x), name, **options)
+        cache = KVCache(empty, empty)
+        for t in range(5):
+            cache = APPEND(cache, x[:, t : t + 1], x[:, t : t + 1], positions=np.full((2, 1), t, np.int32))
+        whole = QUANTIZE(x, name, **options)
+        assert all(bits(a) == bits(b) for a, b in zip(jax.tree.leaves(cache.v), jax.tree.leaves(whole))), name
+
+
+def test_scale_per_head_is_kept_and_clips():
+    part = quantize(np.zeros((1, 4, 2, 8), np.float32), "fp8", scale=[1.0, 0.5])
+    new = jnp.full((1, 1, 2, 8), 1000.0)
+    after = KVCache(part, part).append(new, -new, positions=[[2]])
+    np.testing.assert_array_equal(after.k.scale, [1.0, 0.5])
+    np.testing.assert_array_equal(after.k.dequantize()[0, 2, :, 0], [448.0, 224.0])
+    np.testing.assert_array_equal(after.v.dequantize()[0, 2, :, 0], [-448.0, -224.0])
+
+
+def test_append_errors_come_before_writing():
+    _, cache = caches()[0]
+    keys, values = new_tokens((3,), 2, 1)
+    slot_keys, slot_values = keys[:, 0], values[:, 0]
+    for args, kwargs, error, text in [
+        ((keys, values), {}, ArgumentError, "exactly one of the two, got none"),
+        ((keys, values), dict(positions=[[0], [0]], slot_mapping=[0, 1]), ArgumentError, "got both"),
+        ((keys, values), dict(positions=[[0], [5]]), ArgumentError, "positions: expected 0 <= index < 5, got 5"),
+        ((keys, values), dict(positions=[[0], [-1]]), ArgumentError, "got -1"),
+        (
+            (slot_keys, slot_values),
+            dict(slot_mapping=[0, 10]),
+            ArgumentError,
+            r"-1 \(skip\) or 0 <= index < 10, got 10",
+        ),
+        ((slot_keys, slot_values), dict(slot_mapping=np.array([0, -2])), ArgumentError, "got -2"),
+        ((keys, values), dict(positions=[0, 1]), ShapeError, "positions: expected 2 axis"),
+        ((keys, values), dict(positions=[[0]]), ShapeError, r"expected \[2, T\]"),
+        ((keys, values), dict(positions=[[0.0], [1.0]]), DTypeError, "got float64"),
+        ((keys, values), dict(positions=True), ShapeError, "positions"),
+        ((keys, values), dict(positions="01"), DTypeError, "got str"),
+        ((keys, values), dict(slot_mapping=[0, 1]), ShapeError, "new_keys: expected shape"),
+        ((keys, values), dict(positions=[[0, 1], [0, 1]]), ShapeError, "new_keys"),
+        ((keys, values[..., :8]), dict(positions=[[0], [0]]), ShapeError, "new_values"),
+        ((keys.astype(jnp.int32), values), dict(positions=[[0], [0]]), DTypeError, "new_keys"),
+    ]:
+        with pytest.raises(error, match=text):
+            cache.append(*args, **kwargs)
+    with pytest.raises(ShapeError, match="new_rows"):
+        formats.encode_rows(cache.k, values)
+    with pytest.raises(ShapeError, match="at most"):
+        formats.target_rows((2**16, 2**16, 1, 8), slot_mapping=[0])
+
+
+def test_gradients_of_append():
+    keys, values = new_tokens((3,), 2)
+    low_bit, plain = caches()[0][1], KVCache(jnp.zeros((2, 5, 3, 16)), jnp.zeros((2, 5, 3, 24)))
+    with pytest.raises(GradientError):
+        jax.grad(lambda k: low_bit.append(k, values, slot_mapping=[0, 1]).k.dequantize().sum())(keys)
+    grad = jax.grad(lambda k: plain.append(k, values, slot_mapping=[0, -1]).k.sum())(keys)
+    np.testing.assert_array_equal(grad, np.stack([np.ones((3, 16)), np.zeros((3, 16))]))
+
+
+def test_append_under_vmap():
+    keys, values = new_tokens((3,), 2, 2)  # two layers of two tokens
+    for label, cache in caches():
+        layers = jax.tree.map(lambda x: jnp.stack([x, x]), cache)
+        where = jnp.array([[3, -1], [0, 9]])
+        both = jax.vmap(lambda c, k, v, w: c.append(k, v, slot_mapping=w))(layers, keys, values, where)
+        one = jax.tree.map(lambda x: x[1], both)
+        check_append(cache, one, [0, 9], keys[1], values[1], label)
+
+
+def test_append_to_a_donated_cache_is_in_place():
+    """Every array of the cache that changes is aliased to its input, and no temporary is as large as one of them."""
+    step = jax.jit(lambda c, k, v, w: c.append(k, v, slot_mapping=w), donate_argnums=0)
+    for heads in HEADS:
+        shapes = [jax.ShapeDtypeStruct((4, *heads, d), jnp.bfloat16) for d in (16, 24)]
+        for label, cache in caches(heads, m=512):
+            compiled = step.lower(cache, *shapes, jax.ShapeDtypeStruct((4,), jnp.int32)).compile()
+            memory = compiled.memory_analysis()
+            held = sum(x.nbytes for x in jax.tree.leaves(cache))
+            fixed = sum(x.nbytes for x in jax.tree.leaves(cache) if x.shape == heads)
+            assert memory.alias_size_in_bytes >= held - fixed, label
+            assert memory.temp_size_in_bytes < 16 * 1024, (label, memory.temp_size_in_bytes)
+
+
+def test_rows_can_be_written_in_place_by_others():
+    """What a front end with mutable arrays does, here with numpy: strided views and three functions."""
+    keys, values = new_tokens((2, 3), 3)
+    where = [7, -1, 2]
+    for label, cache in caches((2, 3)):
+        expected = cache.append(keys, values, slot_mapping=where)
+        rows = np.asarray(formats.target_rows(cache.k.shape, slot_mapping=where))
+        hit = rows < 10
+        for part, new, want in ((cache.k, keys, expected.k), (cache.v, values, expected.v)):
+            # Of a low-bit part only the scale per head need be an array.
+            described = jax.tree.map(lambda x: x if x.shape == (2, 3) else jax.ShapeDtypeStruct(x.shape, x.dtype), part)
+            encoded = formats.encode_rows(described, new)
+            for name, (array, axis) in formats.components(part).items():
+                mutable = np.array(array)
+                np.moveaxis(mutable, axis, 1)[rows[hit] // 5, rows[hit] % 5] = np.asarray(encoded[name])[hit]
+                assert bits(mutable) == bits(formats.components(want)[name].array), (label, name)
