@@ -17,75 +17,70 @@ import torch
 from pallas_kernels.errors import DeviceError
 
 from . import exchange
-from .formats import TorchFormat
 
 jax_dtype = exchange.jax_dtype
 
 
 def run(function: Callable[..., Any], *arguments: Any) -> Any:
-    """`function` of JAX arrays applied to a tuple of torch tensors, formats and pytrees of them; None passes through.
+    """`function` of JAX arrays applied to torch tensors, formats and pytrees of them; None passes through.
 
-    Tensors that require grad are differentiated through (once); the result is a tensor or a tuple of tensors.
+    Returns what `function` does, with tensors in place of arrays. Tensors that require grad are differentiated
+    through (once).
     """
     leaves, tree = jax.tree.flatten([_opened(a) for a in arguments])
     _check_devices(leaves)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        results = _JaxFunction.apply(function, tree, *leaves)
-    else:
+    grad = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
+    if not grad:
         with jax.enable_x64(True):
-            out = function(*jax.tree.unflatten(tree, [_lower(leaf) for leaf in leaves]))
-        results = tuple(None if a is None else exchange.to_torch(a) for a in _as_tuple(out))
-    return results[0] if len(results) == 1 else results
+            result = function(*jax.tree.unflatten(tree, [_lower(leaf) for leaf in leaves]))
+        return jax.tree.map(exchange.to_torch, result)
+    trees: list[Any] = []
+
+    def flat_function(arrays: list[Any]) -> tuple[jax.Array, ...]:
+        out, result_tree = jax.tree.flatten(function(*jax.tree.unflatten(tree, arrays)))
+        trees.append(result_tree)
+        return tuple(out)
+
+    results = _JaxFunction.apply(flat_function, *leaves)
+    return jax.tree.unflatten(trees[0], results)
 
 
 class _JaxFunction(torch.autograd.Function):
+    """`function` of a list of leaves -> tuple of arrays; differentiated by jax.vjp."""
+
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Any], tree: Any, *leaves: Any) -> tuple[Any, ...]:
-        ctx.differentiated = [n for n, leaf in enumerate(leaves) if ctx.needs_input_grad[n + 2]]
+    def forward(ctx: Any, function: Callable[..., Any], *leaves: Any) -> tuple[torch.Tensor, ...]:
+        ctx.differentiated = [n for n in range(len(leaves)) if ctx.needs_input_grad[n + 1]]
+        ctx.count = len(leaves)
         arrays = [_lower(leaf) for leaf in leaves]
 
         def of_differentiated(*chosen: jax.Array) -> tuple[jax.Array, ...]:
             filled = list(arrays)
-            for n, array in zip(ctx.differentiated, chosen, strict=True):
+            for n, array in zip(ctx.differentiated, chosen):
                 filled[n] = array
-            return _as_tuple(function(*jax.tree.unflatten(tree, filled)))
+            return function(filled)
 
         with jax.enable_x64(True):
             out, ctx.vjp = jax.vjp(of_differentiated, *(arrays[n] for n in ctx.differentiated))
-        ctx.count = len(leaves)
         # The residuals alias these tensors: saving them makes torch notice a write before the backward.
         ctx.save_for_backward(*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
-        ctx.results = [None if a is None else (a.shape, a.dtype) for a in out]
-        return tuple(None if a is None else exchange.to_torch(a) for a in out)
+        return tuple(exchange.to_torch(a) for a in out)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
         _ = ctx.saved_tensors
         with jax.enable_x64(True):
-            arrays = [
-                None if result is None else jax.numpy.zeros(*result) if c is None else _lower(c)
-                for c, result in zip(cotangents, ctx.results, strict=True)
-            ]
-            gradients = ctx.vjp(tuple(arrays))
-        result: list[Any] = [None] * (ctx.count + 2)
-        for n, gradient in zip(ctx.differentiated, gradients, strict=True):
-            result[n + 2] = exchange.to_torch(gradient)
+            gradients = ctx.vjp(tuple(_lower(c) for c in cotangents))
+        result: list[Any] = [None] * (ctx.count + 1)
+        for n, gradient in zip(ctx.differentiated, gradients):
+            result[n + 1] = exchange.to_torch(gradient)
         return tuple(result)
-
-
-def _as_tuple(x: Any) -> tuple[Any, ...]:
-    return tuple(x) if isinstance(x, (tuple, list)) else (x,)
 
 
 def _opened(x: Any) -> Any:
     """Torch formats become JAX formats that hold torch tensors, so that their parts are leaves."""
-    return jax.tree.map(
-        lambda leaf: leaf.opened() if isinstance(leaf, TorchFormat) else leaf,
-        x,
-        is_leaf=lambda leaf: isinstance(leaf, TorchFormat),
-    )
+    return jax.tree.map(lambda leaf: leaf.opened() if hasattr(leaf, "opened") else leaf, x)
 
 
 def _lower(leaf: Any) -> Any:

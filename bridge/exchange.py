@@ -29,6 +29,7 @@ from pallas_kernels.errors import ArgumentError, DTypeError, GradientError, Stat
 
 __all__ = ["ExchangeCopyWarning", "record_stream", "to_jax", "to_torch", "wrap"]
 
+_PACKAGE = __file__.removesuffix("exchange.py")  # warnings point at the caller outside it
 _ALIGNMENT = 64  # bytes; XLA's CPU client copies what starts at any other address
 _WIDE = frozenset({"int64", "uint64", "float64", "complex128"})  # the dtypes that JAX narrows while x64 is off
 _DTYPES = _WIDE | {  # what crosses; the two libraries use the same names
@@ -186,9 +187,7 @@ def _refuse_or_warn(function: str, noun: str, shape: tuple[int, ...], dtype: Any
     if copy is False:
         raise ArgumentError(f"{function}: copy=False, but the {what} cannot be shared: {reason}")
     message = f"{function} copied the {what}: {reason}. Pass copy=True to copy silently, copy=False to raise instead"
-    warnings.warn(
-        message, ExchangeCopyWarning, stacklevel=2, skip_file_prefixes=(__file__.removesuffix("exchange.py"),)
-    )
+    warnings.warn(message, ExchangeCopyWarning, stacklevel=2, skip_file_prefixes=(_PACKAGE,))
 
 
 def _check_copy(copy: Any) -> None:

@@ -10,8 +10,8 @@ only capacities: the padding, the page size and the width of the block table.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Self, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -152,7 +152,8 @@ def _numpy(*arrays: Any) -> Any:
     return np if all(is_host(a) for a in arrays) else jnp
 
 
-def _pytree(*meta: str) -> Any:
+@dataclass_transform(frozen_default=True, eq_default=False)
+def _pytree(*meta: str) -> Callable[[type[_T]], type[_T]]:
     def register(cls: type[_T]) -> type[_T]:
         cls = dataclasses.dataclass(frozen=True, eq=False)(cls)
         data = [f.name for f in dataclasses.fields(cls) if f.name not in meta]  # type: ignore[arg-type]

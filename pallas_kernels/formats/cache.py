@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ..errors import ArgumentError, DTypeError, ShapeError
 from ..masks import is_host
@@ -94,10 +95,22 @@ def target_rows(shape: tuple[int, ...], *, positions: Any = None, slot_mapping: 
 
 def write_rows(part: Any, rows: jax.Array, encoded: dict[str, jax.Array]) -> Any:
     """A cache's keys or values with `encoded` (of `encode_rows`) at flat `rows` (of `target_rows`)."""
-    written = {name: _write(*component, rows, encoded[name]) for name, component in components(part).items()}
     if not isinstance(part, KVFormat):
-        return written["values"]
+        return _write(part, 1, rows, encoded["values"])
+    written = {
+        # As integers: XLA may widen arrays of small floats for the write, hence copy them.
+        name: _from_bits(_write(_to_bits(array), row_axis, rows, _to_bits(encoded[name])), array.dtype)
+        for name, (array, row_axis) in part.components().items()
+    }
     return dataclasses.replace(part, **written)  # type: ignore[type-var]
+
+
+def _to_bits(x: Any) -> jax.Array:
+    return lax.bitcast_convert_type(jnp.asarray(x), jnp.dtype(f"uint{x.dtype.itemsize * 8}"))
+
+
+def _from_bits(x: jax.Array, dtype: Any) -> jax.Array:
+    return lax.bitcast_convert_type(x, dtype)
 
 
 def _write(array: Any, row_axis: int, rows: jax.Array, new: jax.Array) -> jax.Array:

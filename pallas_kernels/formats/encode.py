@@ -182,9 +182,13 @@ def _whole_fp8(x: jax.Array, scale: Any, dtype: Any, asymmetric: bool) -> Fp8:
 def _given_scale(scale: Any, heads: tuple[int, ...], dtype: Any) -> jax.Array:
     if is_host(scale):
         host = np.asarray(scale)
-        scale = host.astype(dtype) if host.dtype.kind in "iuf" else host
-        if host.dtype.kind in "iuf" and not (np.isfinite(scale) & (scale > 0)).all():
-            raise ArgumentError(f"scale: expected positive finite numbers in {dtype}, got {host.tolist()}")
+        if host.dtype.kind in "iuf":
+            with np.errstate(over="ignore"):
+                scale = host.astype(dtype)
+            if not (np.isfinite(scale) & (scale > 0)).all():
+                raise ArgumentError(f"scale: expected positive finite numbers in {dtype}, got {host.tolist()}")
+        else:
+            scale = host
     check_dtype(scale, "scale", FLOATS)
     if tuple(scale.shape) != heads:
         raise ShapeError(f"scale: expected one scale a head, shape {heads}, got {tuple(scale.shape)}")

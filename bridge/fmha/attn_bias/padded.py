@@ -65,9 +65,10 @@ class BlockDiagonalPaddedKeysMask(DenseBlocks):
         return key_rows // self._count
 
     def _keys(self, key_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        lens = self.k_seqinfo.seqlen
-        steps = torch.arange(self._count, dtype=torch.int32, device=lens.device)
-        return steps * self._pitch(key_rows), lens
+        lens, pitch = self.k_seqinfo.seqlen, self._pitch(key_rows)
+        if pitch == 0:
+            return torch.zeros_like(lens), lens
+        return torch.arange(0, self._count * pitch, pitch, dtype=torch.int32, device=lens.device), lens
 
     def _check_keys(self, key_rows: int) -> None:
         longest, pitch = max(self.k_seqinfo.seqlen_py), self._pitch(key_rows)
