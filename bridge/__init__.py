@@ -9,6 +9,7 @@ from .attention import (
     memory_efficient_attention_forward_requires_grad,
     memory_efficient_attention_partial,
     merge_attentions,
+    served_by,
 )
 from .varlen import varlen_attn, varlen_attn_out
 
@@ -22,6 +23,7 @@ __all__ = [
     "memory_efficient_attention_forward_requires_grad",
     "memory_efficient_attention_partial",
     "merge_attentions",
+    "served_by",
     "varlen_attn",
     "varlen_attn_out",
 ]

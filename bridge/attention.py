@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 import pallas_kernels as pk
 from pallas_kernels import attention as jax_attention
+from pallas_kernels import dispatch
 from pallas_kernels.errors import UnsupportedError
 from pallas_kernels.masks import NormalForm
-from pallas_kernels.problem import MaskParts
+from pallas_kernels.problem import MaskParts, Problem, build
 
 from ._call import jax_dtype, run
 from .fmha import attn_bias as biases
@@ -105,6 +107,20 @@ def merge_attentions(
     return run(merge, attn_split, lse_split)
 
 
+def served_by(*arguments: Any, **keywords: Any) -> str:
+    """The backend that serves this call of `memory_efficient_attention`. Raises what the call would; nothing runs."""
+    call = inspect.signature(memory_efficient_attention).bind(*arguments, **keywords)
+    call.apply_defaults()
+    chosen: list[str] = []
+
+    def choose(problem: Problem, operands: Any, layout: Any, backend: str) -> None:
+        chosen.append(dispatch.choose(problem, backend))
+
+    with torch.no_grad():
+        _attention(**call.arguments, answer=choose)
+    return chosen[0]
+
+
 def _attention(
     *,
     query: Any,
@@ -116,6 +132,7 @@ def _attention(
     op: Any,
     output_dtype: torch.dtype | None,
     backend: str,
+    answer: Callable[..., Any] = jax_attention.run,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if op is not None:
@@ -131,7 +148,7 @@ def _attention(
 
     def attend(query: Any, key: Any, value: Any, bias: Any, sinks: Any, kv_lengths: Any, lowered: Any) -> Any:
         parts = None if window is None else MaskParts(NormalForm(*lowered), window, page_size, packed)
-        return jax_attention._attention(
+        call = build(
             query=query,
             key=key,
             value=value,
@@ -140,9 +157,9 @@ def _attention(
             kv_lengths=kv_lengths,
             output_dtype=jax_dtype(output_dtype),
             parts=parts,
-            backend=backend,
             **options,
         )
+        return answer(*call, backend)
 
     return run(attend, query, key, value, bias, sinks, kv_lengths, lowered)
 

@@ -32,7 +32,7 @@ __all__ = ["ExchangeCopyWarning", "record_stream", "to_jax", "to_torch", "wrap"]
 _PACKAGE = __file__.removesuffix("exchange.py")  # warnings point at the caller outside it
 _ALIGNMENT = 64  # bytes; XLA's CPU client copies what starts at any other address
 _WIDE = frozenset({"int64", "uint64", "float64", "complex128"})  # the dtypes that JAX narrows while x64 is off
-_DTYPES = _WIDE | {  # what crosses; the two libraries use the same names
+_DTYPES = _WIDE | {  # all that crosses; both libraries use these names
     *("bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "bfloat16", "float32", "complex64"),
     *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
 }
@@ -101,7 +101,6 @@ def to_torch(array: jax.Array, *, copy: bool | None = None) -> torch.Tensor:
     tensor = torch.from_dlpack(array)
     if not copy and tensor.data_ptr() != array.unsafe_buffer_pointer():
         _refuse_or_warn("to_torch", "array", array.shape, array.dtype.name, "it was copied on export", copy)
-        return tensor
     return tensor.clone(memory_format=torch.contiguous_format) if copy else tensor
 
 

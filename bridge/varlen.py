@@ -42,7 +42,7 @@ def varlen_attn(
     """
     if not torch.backends.cuda.flash_sdp_enabled():
         raise UnsupportedError("varlen_attn: SDPBackend.FLASH_ATTENTION is disabled; enable it with sdpa_kernel()")
-    options = dict(
+    options: dict[str, Any] = dict(
         scale=scale,
         window_size=window_size,
         enable_gqa=enable_gqa,
@@ -101,11 +101,9 @@ def _check_out(out: Any, query: torch.Tensor, key: Any, value: Any) -> None:
     inputs = [x for x in (query, key, value) if isinstance(x, torch.Tensor)]
     if torch.is_grad_enabled() and any(x.requires_grad for x in (out, *inputs)):
         raise GradientError("out: varlen_attn_out has no gradient; call varlen_attn, or use torch.no_grad()")
-    if 0 in out.stride() and out.numel() > 1 and any(s == 0 and n > 1 for s, n in zip(out.stride(), out.shape, strict=True)):
+    if any(s == 0 and n > 1 for s, n in zip(out.stride(), out.shape)):
         raise ArgumentError("out: an expanded tensor (stride 0) cannot be written")
-    if any(x.untyped_storage().data_ptr() == out.untyped_storage().data_ptr() for x in inputs if x.numel()) and any(
-        _overlap(out, x) for x in inputs
-    ):
+    if any(_overlap(out, x) for x in inputs):
         raise ArgumentError("out: must not overlap query, key or value in memory")
 
 
@@ -113,7 +111,7 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether the address ranges of two tensors meet."""
 
     def span(x: torch.Tensor) -> tuple[int, int]:
-        last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+        last = sum((n - 1) * s for n, s in zip(x.shape, x.stride()))
         return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
     if not a.numel() or not b.numel():

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from .masks import key_row, visible, visible_range
 from .problem import Operands, Problem
+from .sharding import vary_like
 from .softmax import FP8_BLOCK, finish, fp8_pv, score, take, take_keys
 
 MAX_TILE = 64
@@ -44,7 +45,7 @@ def attention(problem: Problem, x: Operands) -> tuple[jax.Array, jax.Array]:
 
     def step(n: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         acc, m, l = carry
-        s, _, seen, rows, any_seen = _scores(problem, x, tiles, q, n, block)
+        s, _, rows, any_seen = _scores(problem, x, tiles, q, n, block)
         new = jnp.maximum(m, s.max(-1))
         base = jnp.where(jnp.isfinite(new), new, 0)
         p = jnp.exp(s - base[..., None])
@@ -61,7 +62,7 @@ def attention(problem: Problem, x: Operands) -> tuple[jax.Array, jax.Array]:
         jnp.full(shape, -jnp.inf, dtype),
         jnp.zeros(shape, dtype),
     )
-    acc, m, l = jax.lax.fori_loop(jnp.int32(0), tiles.blocks, step, start)
+    acc, m, l = jax.lax.fori_loop(jnp.int32(0), tiles.blocks, step, vary_like(start, x))
     sink = None if x.sinks is None else x.sinks.astype(dtype)
     out, lse = finish(acc, m, l, sink, problem.lse_dtype)
 
@@ -105,7 +106,7 @@ def backward(
 
     def step(n: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         d_q, d_k, d_v, d_bias = carry
-        s, slope, seen, rows, any_seen = _scores(problem, x, tiles, q, n, block)
+        s, slope, rows, any_seen = _scores(problem, x, tiles, q, n, block)
         p = jnp.exp(s - lse_t[..., None])
         v = jnp.where(any_seen[..., None, None], take(problem, x.v, rows), 0)
         k = jnp.where(any_seen[..., None, None], take(problem, x.k, rows), 0)
@@ -130,7 +131,7 @@ def backward(
         rows_like(problem.value_dim),
         None if x.bias is None else jnp.zeros(x.bias.shape, dtype),
     )
-    d_q, d_k, d_v, d_bias = jax.lax.fori_loop(jnp.int32(0), tiles.blocks, step, start)
+    d_q, d_k, d_v, d_bias = jax.lax.fori_loop(jnp.int32(0), tiles.blocks, step, vary_like(start, (x, d_out, d_lse)))
     target = jnp.where(tiles.real, tiles.row, problem.queries)
     packed = jnp.zeros((problem.queries, *q.shape[2:]), dtype).at[target].set(d_q, mode="drop")
     return Gradients(
@@ -199,9 +200,9 @@ def _keys(tiles: _Tiles, n: jax.Array, block: int) -> jax.Array:
 
 def _scores(
     problem: Problem, x: Operands, tiles: _Tiles, q: jax.Array, n: jax.Array, block: int
-) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array, jax.Array]:
-    """One step: scores [W, tile, kv_heads, group, block] (-inf where not seen), the softcap's slope, what is seen
-    [W, tile, block], the key rows [W, block], and which of them any query of the tile sees."""
+) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]:
+    """One step: scores [W, tile, kv_heads, group, block] (-inf where not seen), the softcap's slope, the key rows
+    [W, block], and which of them any query of the tile sees."""
     j = _keys(tiles, n, block)
     q_len, k_len = jnp.diff(x.nf.q_start)[tiles.b], x.nf.k_len[tiles.b]
     seen = visible(tiles.i[..., None], j[:, None, :], q_len[:, None, None], k_len[:, None, None], problem.window)
@@ -214,7 +215,7 @@ def _scores(
     slope = None if problem.softcap is None else 1 - (s / problem.softcap) ** 2
     if x.bias is not None:
         s = s + jnp.moveaxis(_bias_block(x.bias, tiles, j), 3, 1).astype(s.dtype)
-    return jnp.where(seen[:, :, None, None, :], s, -jnp.inf), slope, seen, rows, any_seen
+    return jnp.where(seen[:, :, None, None, :], s, -jnp.inf), slope, rows, any_seen
 
 
 def _bias_index(bias: jax.Array, tiles: _Tiles, j: jax.Array) -> tuple[jax.Array, ...]:
@@ -222,7 +223,7 @@ def _bias_index(bias: jax.Array, tiles: _Tiles, j: jax.Array) -> tuple[jax.Array
     i = jnp.broadcast_to(tiles.i[:, :, None], (*tiles.i.shape, j.shape[-1]))
     b, j = jnp.broadcast_to(tiles.b[:, None, None], i.shape), jnp.broadcast_to(j[:, None, :], i.shape)
     return tuple(
-        jnp.clip(index, 0, size - 1) for index, size in zip((b, i, j), (bias.shape[0], *bias.shape[3:]), strict=True)
+        jnp.clip(index, 0, size - 1) for index, size in zip((b, i, j), (bias.shape[0], *bias.shape[3:]))
     )
 
 

@@ -13,6 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 from . import chunked, reference
 from .errors import ArgumentError, FallbackWarning, GradientError, UnsupportedError
 from .problem import Operands, Problem
+from .sharding import gradient_of
 from .softmax import cast_output, finish
 
 BACKENDS = ("hopper", "interpret", "chunked", "reference")
@@ -111,6 +112,7 @@ def _attend_bwd(problem: Problem, backend: str, residuals: Any, cotangents: Any)
         jnp.zeros(c.shape, c.dtype) if isinstance(c, SymbolicZero) else c for c in cotangents
     )
     d = _backward_jit(problem, backend, x, out, lse, d_out, d_lse)
+    d = chunked.Gradients(*map(gradient_of, (x.q, x.k, x.v, x.bias, x.sinks), d))
     nf = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jax.dtypes.float0), x.nf)
     return (Operands(d.q, d.k, d.v, nf, d.bias, d.sinks),)
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .errors import ArgumentError, ShapeError, StaticArgumentError
+from .errors import ArgumentError, ShapeError, StaticArgumentError, UnsupportedError
 
 Lengths = Sequence[int] | np.ndarray | jax.Array
 _T = TypeVar("_T")
@@ -58,15 +58,20 @@ def visible(i: Any, j: Any, q_len: Any, k_len: Any, window: Window) -> Any:
     return seen
 
 
-def visible_range(i: Any, rows: int, q_len: Any, k_len: Any, window: Window) -> tuple[Any, Any]:
-    """The keys [low, high) outside which none of the queries i .. i + rows - 1 sees anything (jax arrays)."""
+def visible_range(i: Any, rows: Any, q_len: Any, k_len: Any, window: Window) -> tuple[Any, Any]:
+    """The keys [low, high) outside which none of the queries i .. i + rows - 1 sees anything; empty where high <= low.
+
+    Elementwise on ints, numpy (the result is numpy) or jax arrays.
+    """
+    xp = _numpy(i, rows, q_len, k_len)
     shift = 0 if window.top_left else k_len - q_len
-    low, high = jnp.zeros_like(k_len), k_len
+    low, high = xp.zeros_like(k_len), k_len
     if window.left is not None:
-        low = jnp.clip(i + shift - window.left, 0, k_len)
+        low = xp.clip(i + shift - window.left, 0, k_len)
     if window.right is not None:
-        high = jnp.clip(i + rows - 1 + shift + window.right + 1, 0, k_len)
-    return low, high
+        high = xp.clip(i + rows + shift + window.right, 0, k_len)
+    some = (rows > 0) & (window.left is None or window.right is None or window.left + window.right >= 0)
+    return low, xp.where(some, high, low)
 
 
 class NormalForm(NamedTuple):
@@ -101,7 +106,7 @@ def key_row(nf: NormalForm, b: Any, j: Any, page_size: int | None, key_rows: int
 
 
 def query_sequence(nf: NormalForm, tokens: Any) -> tuple[Any, Any]:
-    """(b, i): the sequence of each packed query row and its index there; rows past the last get b = N - 1, i >= q_len."""
+    """(b, i): each packed query row's sequence and its index there; rows past the last get b = N - 1, i >= q_len."""
     q_start = jnp.asarray(nf.q_start)
     b = jnp.clip(jnp.searchsorted(q_start, tokens, side="right").astype(jnp.int32) - 1, 0, nf.batch - 1)
     return b, tokens - q_start[b]
@@ -164,7 +169,7 @@ def _pytree(*meta: str) -> Callable[[type[_T]], type[_T]]:
 
 def _capacity(value: Any, name: str, least: int = 0) -> int:
     if isinstance(value, (jax.Array, jax.core.Tracer)) or not isinstance(value, (int, np.integer)):
-        raise StaticArgumentError(f"{name}: expected a Python int (it is a static capacity), got {type(value).__name__}")
+        raise StaticArgumentError(f"{name}: expected a Python int (a static capacity), got {type(value).__name__}")
     if value < least:
         raise ArgumentError(f"{name}: expected at least {least}, got {value}")
     return int(value)
@@ -254,7 +259,11 @@ class AttentionMask:
     """Base of the ten classes: a storage with a window."""
 
     q_seqinfo: SeqLenInfo
-    page_size: int | None = None
+
+    @property
+    def paging(self) -> int | None:
+        """The page size; None where keys are not paged."""
+        return getattr(self, "page_size", None)
 
     @property
     def window(self) -> Window:
@@ -274,8 +283,8 @@ class AttentionMask:
         q_start = self.q_seqinfo.seqstart
         if queries is not None and is_host(q_start) and int(q_start[-1]) != queries:
             raise ShapeError(f"query: {queries} rows, but the mask's q_seqlen add up to {int(q_start[-1])}")
-        if self.page_size is not None and key_rows % self.page_size:
-            raise ShapeError(f"key: {key_rows} rows are not a multiple of page_size {self.page_size}")
+        if self.paging is not None and key_rows % self.paging:
+            raise ShapeError(f"key: {key_rows} rows are not a multiple of page_size {self.paging}")
         self._check_keys(key_rows)
 
     def _check_keys(self, key_rows: int) -> None:
@@ -305,7 +314,7 @@ class AttentionMask:
         j = jnp.arange(keys, dtype=jnp.int32)[None, :] - base[:, None]
         seen = visible(i[:, None], j, q_len[:, None], jnp.asarray(nf.k_len)[b][:, None], self.window)
         if nf.block_table is not None:
-            seen = _to_physical(np.asarray(seen), nf.block_table, self.page_size or 1)
+            seen = _to_physical(np.asarray(seen), nf.block_table, self.paging or 1)
         table = jnp.where(seen, 0.0, -jnp.inf).astype(dtype)
         return jnp.broadcast_to(table, (*shape[:-2], *table.shape))
 
@@ -384,6 +393,7 @@ class BlockDiagonalPaddedKeysMask(AttentionMask):
         return paged_type(self.q_seqinfo, k, tables, page_size)
 
     def make_local_attention(self, window_left: int, window_right: int) -> BlockDiagonalLocalAttentionPaddedKeysMask:
+        """The same lengths with a window (class 3)."""
         return BlockDiagonalLocalAttentionPaddedKeysMask(self.q_seqinfo, self.k_seqinfo, window_left, window_right)
 
 
@@ -396,8 +406,13 @@ class BlockDiagonalCausalWithOffsetPaddedKeysMask(_CausalMask, BlockDiagonalPadd
     """Class 2: class 1, bottom-right causal."""
 
 
+class _LocalMask(BlockDiagonalPaddedKeysMask):
+    def make_paged(self, block_tables: Any, page_size: int, paged_type: type[_PagedPadded]) -> _PagedPadded:
+        raise UnsupportedError(f"paged_type: no paged class has the window of {type(self).__name__}")
+
+
 @_pytree("window_left", "window_right")
-class BlockDiagonalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMask):
+class BlockDiagonalLocalAttentionPaddedKeysMask(_LocalMask):
     """Class 3: class 1 with the window i + s - window_left <= j <= i + s + window_right, s = k_len - q_len."""
 
     window_left: int
@@ -424,7 +439,7 @@ class BlockDiagonalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMask):
 
 
 @_pytree("window_size")
-class BlockDiagonalCausalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMask):
+class BlockDiagonalCausalLocalAttentionPaddedKeysMask(_LocalMask):
     """Class 4: class 1 with i + s - window_size < j <= i + s: at most window_size keys (none if it is <= 0)."""
 
     window_size: int
@@ -500,15 +515,15 @@ class _Paged(AttentionMask):
 
     k_seqinfo: Any
     block_tables: Any
+    page_size: int
 
     def _logical_keys(self) -> int:
-        assert self.page_size is not None
         return self.batch * self.block_tables.shape[-1] * self.page_size
 
     def _check_keys(self, key_rows: int) -> None:
         """Ends against the row, and page ids that some key needs against the pages that exist."""
         nf = self.normal_form(key_rows)
-        page, table = self.page_size or 1, nf.block_table
+        page, table = self.page_size, nf.block_table
         if not (is_host(nf.k_start) and is_host(nf.k_len)):
             return
         ends = np.where(nf.k_len > 0, nf.k_start + nf.k_len, 0)
@@ -517,14 +532,14 @@ class _Paged(AttentionMask):
             raise ShapeError(f"kv_seqlen: keys up to {_host_max(ends)}, but a row of block_tables holds {row}")
         if not is_host(table) or not is_host(self.q_seqinfo.seqstart):
             return
-        lows = nf.k_start
-        if self.window.left is not None:  # pages wholly before every query's window are not needed
-            lows = lows + np.clip(nf.k_len - np.diff(self.q_seqinfo.seqstart) - self.window.left, 0, None)
-        for b in range(self.batch):
-            needed = table[b, int(lows[b]) // page : -(-int(ends[b]) // page)]
+        q_len = np.diff(nf.q_start)
+        low, high = visible_range(0, q_len, q_len, nf.k_len, self.window)
+        for b, (start, first, end) in enumerate(zip(nf.k_start, low, high)):
+            needed = table[b, (start + first) // page : -(-(start + end) // page)] if end > first else table[b, :0]
             if needed.size and (needed.min() < 0 or needed.max() >= key_rows // page):
                 raise ArgumentError(
-                    f"block_tables: row {b} needs pages {needed.tolist()}, but key holds pages 0 .. {key_rows // page - 1}"
+                    f"block_tables: row {b} needs pages {needed.tolist()}, "
+                    f"but key holds pages 0 .. {key_rows // page - 1}"
                 )
 
 

@@ -52,7 +52,7 @@ def merge_attentions(
     empty = total == 0
     shares = (weights / jnp.where(empty, 1, total)).astype(work)
     out = jnp.zeros(attn[0].shape, work)
-    for chunk, share in zip(attn, shares, strict=True):
+    for chunk, share in zip(attn, shares):
         share = jnp.moveaxis(share, -1, 1)[..., None]
         out = out + share * jnp.where(share > 0, chunk.astype(work), 0)
     if not write_lse:
@@ -83,7 +83,7 @@ def _check(attn: list[jax.Array], lse: list[jax.Array]) -> None:
     if attn[0].ndim not in (4, 5):
         raise ShapeError(f"attn_split: expected chunks [B, M, H, K] or [B, M, G, H, K], got {attn[0].shape}")
     batch, queries, *heads, _ = attn[0].shape
-    for n, (a, x) in enumerate(zip(attn, lse, strict=True)):
+    for n, (a, x) in enumerate(zip(attn, lse)):
         if a.shape != attn[0].shape:
             raise ShapeError(f"attn_split[{n}]: expected the first chunk's shape {attn[0].shape}, got {a.shape}")
         if x.shape != (batch, *heads, queries):

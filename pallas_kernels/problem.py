@@ -252,10 +252,10 @@ def build(
             f"got shapes {query.shape}, {key.shape}, {value.shape}"
         )
     mask = attn_bias if isinstance(attn_bias, AttentionMask) else None
-    rows = _key_rows(key, value, mask.page_size if mask is not None else parts.page_size if parts else None)
+    rows = _key_rows(key, value, mask.paging if mask is not None else parts.page_size if parts else None)
     if mask is not None:
         mask.check(rows, query.shape[1])
-        parts = MaskParts(mask.normal_form(rows), mask.window, mask.page_size, True)
+        parts = MaskParts(mask.normal_form(rows), mask.window, mask.paging, True)
     packed = parts is not None and parts.packed
     if packed and query.ndim == 3:
         raise ShapeError(f"query: a block-diagonal mask needs rank 4 or 5, got shape {query.shape}")
@@ -405,7 +405,7 @@ def _array_bias(bias: Any, query: Any, key: Any, kv_heads: int, group: int) -> j
         raise DTypeError(f"attn_bias: expected one of {', '.join(FLOATS)}, got {bias.dtype}")
     heads = query.shape[2:-1]
     full = (query.shape[0], *heads, query.shape[1], key.shape[1])
-    if bias.ndim != len(full) or any(n not in (1, m) for n, m in zip(bias.shape, full, strict=True)):
+    if bias.ndim != len(full) or any(n not in (1, m) for n, m in zip(bias.shape, full)):
         raise ShapeError(f"attn_bias: expected shape {full} (axes of size 1 are broadcast), got {bias.shape}")
     if len(heads) == 2 and (kv_heads, group) != heads:  # every head has its own keys: one head axis
         if bias.shape[1:3] != (1, 1):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +71,7 @@ def _bias_row(bias: jax.Array, b: jax.Array, i: jax.Array, keys: int) -> jax.Arr
     return jnp.broadcast_to(picked, (*picked.shape[:-1], keys))
 
 
-def _fp8_row(problem: Problem, s: jax.Array, m: jax.Array, value: object, rows: jax.Array, seen: jax.Array) -> jax.Array:
+def _fp8_row(problem: Problem, s: jax.Array, m: jax.Array, v: Any, rows: jax.Array, seen: jax.Array) -> jax.Array:
     """P V with e4m3 operands. It rounds against the *running* maximum, so here alone the order of blocks matters."""
     acc = jnp.zeros((*s.shape[:-1], problem.value_dim), s.dtype)
     running = jnp.full_like(m, -jnp.inf)
@@ -79,6 +80,6 @@ def _fp8_row(problem: Problem, s: jax.Array, m: jax.Array, value: object, rows: 
         new = jnp.maximum(running, s[..., part].max(-1))
         base = jnp.where(jnp.isfinite(new), new, 0)
         p = jnp.exp(s[..., part] - base[..., None])
-        contribution = fp8_pv(problem, p[None], value, rows[part], seen[part])[0]
+        contribution = fp8_pv(problem, p[None], v, rows[part], seen[part])[0]
         acc, running = acc * jnp.exp(running - base)[..., None] + contribution, new
     return acc

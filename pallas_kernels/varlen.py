@@ -99,7 +99,7 @@ def varlen_attn(
             "set enable_gqa=True to share them"
         )
     if enable_gqa and (kv_heads == 0 or heads % kv_heads):
-        raise ShapeError(f"query: the number of heads must be a multiple of kv heads, got Hq = {heads} and Hkv = {kv_heads}")
+        raise ShapeError(f"query: heads must be a multiple of kv heads, got Hq = {heads} and Hkv = {kv_heads}")
     head_scale = default_scale(scale, query.shape[-1])
     if scale is not None and not head_scale > 0:
         raise ArgumentError(f"scale: expected a number greater than 0, got {scale}")

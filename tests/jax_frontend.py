@@ -7,7 +7,7 @@ import numpy as np
 import pallas_kernels as api
 from pallas_kernels import masks
 
-__all__ = ["api", "array", "dtype_of", "mask", "numpy"]
+__all__ = ["api", "array", "dtype_of", "mask", "masks", "numpy"]
 
 
 def array(x, dtype):
@@ -26,3 +26,36 @@ def mask(name, arguments):
     cls = getattr(masks, name)
     factory = cls.from_seqlens_local if {"window_left", "window_size"} & set(arguments) else cls.from_seqlens
     return factory(**arguments)
+
+
+def where_finite(x):
+    """x with what is not finite (the LSE of empty rows) replaced by a constant 0."""
+    return jnp.where(jnp.isfinite(x), x, 0)
+
+
+def value(loss, arrays):
+    return float(loss(**{name: jnp.asarray(x) for name, x in arrays.items()}))
+
+
+def value_and_grad(loss, arrays):
+    arrays = {name: jnp.asarray(x) for name, x in arrays.items()}
+    result, gradients = jax.value_and_grad(lambda a: loss(**a))(arrays)
+    return float(result), {name: numpy(g) for name, g in gradients.items()}
+
+
+def cast(x, dtype):
+    return x.astype(dtype)
+
+
+def stack(arrays):
+    return jnp.stack(arrays)
+
+
+def share_heads(kv, query):
+    """Keys or values of one head serve as they are."""
+    return kv
+
+
+def nan_tail(x):
+    """A JAX array has no buffer behind it to write to."""
+    return x

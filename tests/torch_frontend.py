@@ -6,7 +6,9 @@ import torch
 import bridge as api
 from bridge.fmha import attn_bias
 
-__all__ = ["api", "array", "dtype_of", "mask", "numpy"]
+__all__ = ["api", "array", "dtype_of", "mask", "masks", "numpy"]
+
+masks = attn_bias
 
 
 def array(x, dtype):
@@ -28,3 +30,44 @@ def mask(name, arguments):
         arguments["block_tables"] = torch.tensor(arguments["block_tables"], dtype=torch.int32)
     factory = cls.from_seqlens_local if {"window_left", "window_size"} & set(arguments) else cls.from_seqlens
     return factory(**arguments)
+
+
+def where_finite(x):
+    """x with what is not finite (the LSE of empty rows) replaced by a constant 0."""
+    return torch.where(torch.isfinite(x), x, 0.0)
+
+
+def value(loss, arrays):
+    return float(loss(**{name: torch.from_numpy(x) for name, x in arrays.items()}))
+
+
+def value_and_grad(loss, arrays):
+    arrays = {name: torch.from_numpy(x).requires_grad_() for name, x in arrays.items()}
+    result = loss(**arrays)
+    result.backward()
+    return float(result), {name: numpy(x.grad) for name, x in arrays.items()}
+
+
+def cast(x, dtype):
+    return x.to(getattr(torch, dtype))
+
+
+def stack(tensors):
+    return torch.stack(tensors)
+
+
+def share_heads(kv, query):
+    """Keys or values of one head, expanded (stride 0) to the query's heads as MSLK's callers do."""
+    axis = query.ndim - 2
+    if kv.ndim != query.ndim or axis == 1 or kv.shape[axis] == query.shape[axis]:
+        return kv
+    return kv.expand(*kv.shape[:axis], query.shape[axis], kv.shape[-1])
+
+
+def nan_tail(x):
+    """The same elements and strides in a longer buffer, with NaN behind the last one."""
+    span = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    buffer = torch.full((span + 4096,), torch.nan, dtype=x.dtype)
+    view = buffer.as_strided(x.shape, x.stride())
+    view.copy_(x)
+    return view

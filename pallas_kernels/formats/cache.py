@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from ..errors import ArgumentError, DTypeError, ShapeError
 from ..masks import is_host
@@ -54,12 +53,20 @@ class KVCache:
         Raises ArgumentError unless one index is given, DTypeError and ShapeError for the arrays, all before writing;
         GradientError where rows for a low-bit format are differentiated.
         """
+        rows, keys, values = self.encode(new_keys, new_values, positions=positions, slot_mapping=slot_mapping)
+        return KVCache(write_rows(self.k, rows, keys), write_rows(self.v, rows, values))
+
+    def encode(
+        self, new_keys: jax.Array, new_values: jax.Array, *, positions: Any = None, slot_mapping: Any = None
+    ) -> tuple[jax.Array, dict[str, jax.Array], dict[str, jax.Array]]:
+        """What `append` would write, for caches that are written in place: (rows, keys, values).
+
+        rows: of `target_rows`; keys, values: of `encode_rows`. Everything is checked.
+        """
         rows = target_rows(self.k.shape, positions=positions, slot_mapping=slot_mapping)
         keys = _new_rows(new_keys, "new_keys", self.k, rows, positions is None)
         values = _new_rows(new_values, "new_values", self.v, rows, positions is None)
-        return KVCache(
-            write_rows(self.k, rows, encode_rows(self.k, keys)), write_rows(self.v, rows, encode_rows(self.v, values))
-        )
+        return rows, encode_rows(self.k, keys), encode_rows(self.v, values)
 
 
 def components(part: Any) -> dict[str, Component]:
@@ -95,22 +102,10 @@ def target_rows(shape: tuple[int, ...], *, positions: Any = None, slot_mapping: 
 
 def write_rows(part: Any, rows: jax.Array, encoded: dict[str, jax.Array]) -> Any:
     """A cache's keys or values with `encoded` (of `encode_rows`) at flat `rows` (of `target_rows`)."""
+    written = {name: _write(*component, rows, encoded[name]) for name, component in components(part).items()}
     if not isinstance(part, KVFormat):
-        return _write(part, 1, rows, encoded["values"])
-    written = {
-        # As integers: XLA may widen arrays of small floats for the write, hence copy them.
-        name: _from_bits(_write(_to_bits(array), row_axis, rows, _to_bits(encoded[name])), array.dtype)
-        for name, (array, row_axis) in part.components().items()
-    }
+        return written["values"]
     return dataclasses.replace(part, **written)  # type: ignore[type-var]
-
-
-def _to_bits(x: Any) -> jax.Array:
-    return lax.bitcast_convert_type(jnp.asarray(x), jnp.dtype(f"uint{x.dtype.itemsize * 8}"))
-
-
-def _from_bits(x: jax.Array, dtype: Any) -> jax.Array:
-    return lax.bitcast_convert_type(x, dtype)
 
 
 def _write(array: Any, row_axis: int, rows: jax.Array, new: jax.Array) -> jax.Array:

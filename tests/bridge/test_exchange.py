@@ -224,6 +224,7 @@ def test_what_cannot_be_shared_with_copy_false_raises_and_with_true_is_silent(na
         lambda t: t.expand(4, 64),
         lambda t: t[None, :, None].expand(2, 64, 3),
         lambda t: t[::2].expand(4, 32),
+        lambda t: t[::4].expand(2, 16),
         lambda t: t[:1].expand(64),
         lambda t: t.unfold(0, 16, 1),
         lambda t: t.as_strided((8, 16), (4, 1)),

@@ -1,6 +1,7 @@
 """Low-bit formats: bits against worked examples and numpy, conversions, gathers, quantisers, appends."""
 
-from functools import cache, partial
+import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -126,7 +127,7 @@ def at_once(f, formats, *args):
     return jax.jit(lambda kvs, args: [f(kv, *args) for kv in kvs])([kv for _, kv in formats], args)
 
 
-@cache
+@functools.cache
 def every_format(heads=(3,), a=2, m=5, d=16, seed=0):
     """(label, instance) of every kind of storage, with the numbers of one random array."""
     fill = jax.jit(lambda x: [quantize(x, label.split()[0], **options) for label, options in KINDS.items()])
@@ -590,101 +591,110 @@ def test_constructor_errors():
 # ---------------------------------------------------------------------------------------------------- append
 
 
-def caches(heads=(3,), **kwargs):
-    """(label, cache): each format as K with another one as V of another head size, and plain arrays."""
-    ks, vs = every_format(heads, **kwargs), every_format(heads, d=24, seed=1, **kwargs)
-    pairs = [(label, KVCache(k, v)) for (label, k), (_, v) in zip(ks, vs[1:] + vs[:1])]
-    plain = KVCache(ks[0][1].dequantize(jnp.bfloat16), vs[0][1].dequantize(jnp.float16))
+@functools.cache
+def caches(heads=(3,), m=5):
+    """(label, cache): each format once, as K or as V of another head size, and plain arrays."""
+    ks, vs = every_format(heads, m=m)[::2], every_format(heads, m=m, d=24, seed=1)[1::2]
+    pairs = [(f"{k_label}, {v_label}", KVCache(k, v)) for (k_label, k), (v_label, v) in zip(ks, vs)]
+    plain = KVCache(
+        *(jnp.asarray(numbers(0, 2, m, *heads, d)).astype(t) for d, t in ((16, "bfloat16"), (24, "float16")))
+    )
     return [*pairs, ("plain", plain)]
-
-
-def flat_parts(part):
-    """name -> the stored array as [A * M, ...], for comparisons."""
-    stored = formats.components(part)
-    return {n: np.moveaxis(np.asarray(x), ax, 1).reshape(-1, x.size // (x.shape[0] * x.shape[ax])) for n, (x, ax) in
-            stored.items()}  # fmt: skip
-
-
-def check_append(before, after, written, new_keys, new_values, label):
-    """Rows in `written` hold exactly what encoding the new rows on their own gives; all others keep their bits."""
-    for old, part, new in ((before.k, after.k, new_keys), (before.v, after.v, new_values)):
-        assert jax.tree.structure(old) == jax.tree.structure(part)
-        encoded = formats.encode_rows(old, new)
-        was, now = flat_parts(old), flat_parts(part)
-        assert set(was) == set(now) == set(encoded)
-        for name in was:
-            expected = was[name].copy()
-            rows = np.asarray(encoded[name]).reshape(len(written), -1)
-            for r, row in zip(written, rows):
-                if r is not None:
-                    expected[r] = row
-            assert bits(now[name]) == bits(expected), (label, name)
 
 
 def new_tokens(heads, *lead):
     return jnp.asarray(numbers(7, *lead, *heads, 16)), jnp.asarray(numbers(8, *lead, *heads, 24))
 
 
-APPEND = jax.jit(lambda cache, *new, **where: cache.append(*new, **where))
+@jax.jit
+def append_all(caches, keys, values, where):
+    """(cache after appending, the encoded keys and values) of several caches."""
+    return [
+        (c.append(keys, values, **where), formats.encode_rows(c.k, keys), formats.encode_rows(c.v, values))
+        for c in caches
+    ]
+
+
+def flat(array, row_axis):
+    """A stored array as [A * M, ...]."""
+    rows = array.shape[0] * array.shape[row_axis]
+    return np.moveaxis(np.asarray(array), row_axis, 1).reshape(rows, array.size // rows)
+
+
+def check_append(before, after, written, label):
+    """Rows in `written` hold exactly what encoding the new rows on their own gives; all others keep their bits."""
+    after, *encoded = after
+    for old, part, new in zip((before.k, before.v), (after.k, after.v), encoded):
+        assert jax.tree.structure(old) == jax.tree.structure(part)
+        stored = formats.components(part)
+        assert set(stored) == set(new)
+        for name, component in formats.components(old).items():
+            expected = flat(*component).copy()
+            for r, row in zip(written, np.asarray(new[name]).reshape(len(written), -1)):
+                if r is not None:
+                    expected[r] = row
+            assert bits(flat(*stored[name])) == bits(expected), (label, name)
+
+
+def check_all(heads, new, where, written):
+    kinds = caches(heads)
+    for (label, cache), after in zip(kinds, append_all([c for _, c in kinds], *new, where)):
+        check_append(cache, after, written, label)
 
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_append_by_positions(heads):
-    new = new_tokens(heads, 2, 2)
-    where = np.array([[0, 4], [3, 1]], np.int32)
-    for label, cache in caches(heads):
-        check_append(cache, APPEND(cache, *new, positions=where), [0, 4, 8, 6], *new, label)
-    eager = cache.append(*new, positions=where.tolist())
-    check_append(cache, eager, [0, 4, 8, 6], *new, "eager")
-
-
-def test_append_by_slots_skips_and_drops():
-    new = new_tokens((3,), 6)
-    where = np.array([9, -1, 0, 10, -7, 2**31 - 1], np.int32)
-    for label, cache in caches():
-        after = APPEND(cache, *new, slot_mapping=where)
-        check_append(cache, after, [9, None, 0, None, None, None], *new, label)
-        also = APPEND(cache, *(x[None] for x in new), slot_mapping=where)
-        assert all(bits(a) == bits(b) for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(also)))
+    where = jnp.array([[0, 4, 1], [3, 1, 0]])
+    check_all(heads, new_tokens(heads, 2, 3), dict(positions=where), [0, 4, 1, 8, 6, 5])
 
 
 def test_positions_beyond_a_sequence_never_reach_the_next_one():
-    new = new_tokens((3,), 2, 3)
-    where = np.array([[5, -1, 2], [-5, 2**31 - 1, 1]], np.int32)
-    for label, cache in caches():
-        after = APPEND(cache, *new, positions=where)
-        check_append(cache, after, [None, None, 2, None, None, 6], *new, label)
+    where = jnp.array([[5, -1, 2], [-5, 2**31 - 1, 1]])
+    check_all((3,), new_tokens((3,), 2, 3), dict(positions=where), [None, None, 2, None, None, 6])
 
 
-def test_small_and_unsigned_indices():
-    new = new_tokens((3,), 2)
-    label, cache = caches()[0]
-    for dtype in (jnp.int8, jnp.uint8, jnp.uint32, jnp.int16):
-        check_append(cache, APPEND(cache, *new, slot_mapping=jnp.array([3, 8], dtype)), [3, 8], *new, label)
-    nothing = tuple(x[:0] for x in new)
-    check_append(cache, cache.append(*nothing, slot_mapping=[]), [], *nothing, label)
+def test_append_by_slots_skips_and_drops():
+    where = jnp.array([9, -1, 0, 10, -7, 2**31 - 1])
+    check_all((3,), new_tokens((3,), 6), dict(slot_mapping=where), [9, None, 0, None, None, None])
 
 
-def test_appended_rows_are_read_back():
+def test_slots_with_a_batch_axis_and_host_known_indices():
+    _, cache = caches()[0]
     keys, values = new_tokens((3,), 3)
-    for label, cache in caches():
-        after = cache.append(keys, values, slot_mapping=[7, -1, 2])
-        if label != "plain":
-            rows = jnp.array([7, 2])
-            np.testing.assert_allclose(after.k.gather_rows(rows), keys[jnp.array([0, 2])], atol=0.25, err_msg=label)
-            np.testing.assert_allclose(after.v.gather_rows(rows), values[jnp.array([0, 2])], atol=0.25, err_msg=label)
+    expected = append_all([cache], keys, values, dict(slot_mapping=jnp.array([7, -1, 2])))[0][0]
+    for where in ([7, -1, 2], np.array([7, -1, 2], np.int64), (7, -1, 2)):
+        after = cache.append(keys[None], values[None], slot_mapping=where)
+        assert all(bits(a) == bits(b) for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(expected)))
+    for where in ([[0, 4], [3, 1]], np.array([[0, 4], [3, 1]], np.uint8)):
+        assert formats.target_rows(cache.k.shape, positions=where).tolist() == [[0, 4], [8, 6]]
+    assert cache.append(keys[:0], values[:0], slot_mapping=[]).k.words.shape == cache.k.words.shape
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16, jnp.uint32])
+def test_small_and_unsigned_indices(dtype):
+    shape = (2, 500, 3, 16)  # more rows than the small types can count
+    assert formats.target_rows(shape, slot_mapping=jnp.array([3, 100], dtype)).tolist() == [3, 100]
+    assert formats.target_rows(shape, positions=jnp.array([[3], [100]], dtype)).tolist() == [[3], [600]]
 
 
 def test_append_equals_quantize():
-    """A cache filled token by token holds the bits that quantising the whole gives, where scales are per row."""
+    """A cache filled by appending holds the bits that quantising the whole gives, where scales are per row."""
+    kinds = {k: v for k, v in KINDS.items() if "head" not in k and k != "seed_fp8 asymmetric"}
     x = numbers(3, 2, 5, 3, 16)
-    for name, options in [("seed_int4", dict(groups=2)), ("fp8", {}), ("int8", {}), ("int4", dict(groups=4))]:
-        empty = quantize(jnp.zeros_like(x), name, **options)
-        cache = KVCache(empty, empty)
-        for t in range(5):
-            cache = APPEND(cache, x[:, t : t + 1], x[:, t : t + 1], positions=np.full((2, 1), t, np.int32))
-        whole = QUANTIZE(x, name, **options)
-        assert all(bits(a) == bits(b) for a, b in zip(jax.tree.leaves(cache.v), jax.tree.leaves(whole))), name
+
+    @jax.jit
+    def both(x):
+        out = []
+        for label, options in kinds.items():
+            part = quantize(jnp.zeros_like(x), label.split()[0], **options)
+            rows = x.reshape(10, 3, 16)
+            cache = KVCache(part, part).append(rows, rows, slot_mapping=np.arange(10))
+            out.append((cache.k, cache.v, quantize(x, label.split()[0], **options)))
+        return out
+
+    for label, (k, v, whole) in zip(kinds, both(x)):
+        for a, b, c in zip(*map(jax.tree.leaves, (k, v, whole))):
+            assert bits(a) == bits(b) == bits(c), label
 
 
 def test_scale_per_head_is_kept_and_clips():
@@ -715,7 +725,8 @@ def test_append_errors_come_before_writing():
         ((keys, values), dict(positions=[0, 1]), ShapeError, "positions: expected 2 axis"),
         ((keys, values), dict(positions=[[0]]), ShapeError, r"expected \[2, T\]"),
         ((keys, values), dict(positions=[[0.0], [1.0]]), DTypeError, "got float64"),
-        ((keys, values), dict(positions=True), ShapeError, "positions"),
+        ((keys, values), dict(positions=3), ShapeError, "positions"),
+        ((keys, values), dict(positions=[[True], [False]]), DTypeError, "got bool"),
         ((keys, values), dict(positions="01"), DTypeError, "got str"),
         ((keys, values), dict(slot_mapping=[0, 1]), ShapeError, "new_keys: expected shape"),
         ((keys, values), dict(positions=[[0, 1], [0, 1]]), ShapeError, "new_keys"),
@@ -741,41 +752,34 @@ def test_gradients_of_append():
 
 def test_append_under_vmap():
     keys, values = new_tokens((3,), 2, 2)  # two layers of two tokens
-    for label, cache in caches():
-        layers = jax.tree.map(lambda x: jnp.stack([x, x]), cache)
-        where = jnp.array([[3, -1], [0, 9]])
-        both = jax.vmap(lambda c, k, v, w: c.append(k, v, slot_mapping=w))(layers, keys, values, where)
-        one = jax.tree.map(lambda x: x[1], both)
-        check_append(cache, one, [0, 9], keys[1], values[1], label)
+    kinds, where = caches(), jnp.array([[3, -1], [0, 9]])
+    layers = jax.tree.map(lambda x: jnp.stack([x, x]), [c for _, c in kinds])
+    mapped = jax.jit(jax.vmap(append_all))(layers, keys, values, dict(slot_mapping=where))
+    for (label, cache), after in zip(kinds, jax.tree.map(lambda x: x[1], mapped)):
+        check_append(cache, after, [0, 9], label)
 
 
 def test_append_to_a_donated_cache_is_in_place():
-    """Every array of the cache that changes is aliased to its input, and no temporary is as large as one of them."""
-    step = jax.jit(lambda c, k, v, w: c.append(k, v, slot_mapping=w), donate_argnums=0)
-    for heads in HEADS:
-        shapes = [jax.ShapeDtypeStruct((4, *heads, d), jnp.bfloat16) for d in (16, 24)]
-        for label, cache in caches(heads, m=512):
-            compiled = step.lower(cache, *shapes, jax.ShapeDtypeStruct((4,), jnp.int32)).compile()
-            memory = compiled.memory_analysis()
-            held = sum(x.nbytes for x in jax.tree.leaves(cache))
-            fixed = sum(x.nbytes for x in jax.tree.leaves(cache) if x.shape == heads)
-            assert memory.alias_size_in_bytes >= held - fixed, label
-            assert memory.temp_size_in_bytes < 16 * 1024, (label, memory.temp_size_in_bytes)
+    """Every array that changes is aliased to its input, and no temporary is as large as the smallest of them."""
+    step = jax.jit(lambda cs, *new: [c.append(*new[:2], slot_mapping=new[2]) for c in cs], donate_argnums=0)
+    # XLA's CPU backend widens an e4m3 array to write into it.
+    skipped = " fp8" if jax.default_backend() == "cpu" else "none"
+    donated = [c for label, c in caches(m=4096) if skipped not in f" {label}"]
+    new = [jax.ShapeDtypeStruct((4, 3, d), jnp.bfloat16) for d in (16, 24)]
+    memory = step.lower(donated, *new, jax.ShapeDtypeStruct((4,), jnp.int32)).compile().memory_analysis()
+    written = [x.nbytes for c in donated for part in (c.k, c.v) for x, _ in formats.components(part).values()]
+    assert len(donated) >= 3
+    assert memory.alias_size_in_bytes >= sum(written)
+    assert memory.temp_size_in_bytes < min(written), memory.temp_size_in_bytes
 
 
-def test_rows_can_be_written_in_place_by_others():
-    """What a front end with mutable arrays does, here with numpy: strided views and three functions."""
-    keys, values = new_tokens((2, 3), 3)
-    where = [7, -1, 2]
-    for label, cache in caches((2, 3)):
-        expected = cache.append(keys, values, slot_mapping=where)
-        rows = np.asarray(formats.target_rows(cache.k.shape, slot_mapping=where))
-        hit = rows < 10
-        for part, new, want in ((cache.k, keys, expected.k), (cache.v, values, expected.v)):
-            # Of a low-bit part only the scale per head need be an array.
-            described = jax.tree.map(lambda x: x if x.shape == (2, 3) else jax.ShapeDtypeStruct(x.shape, x.dtype), part)
-            encoded = formats.encode_rows(described, new)
-            for name, (array, axis) in formats.components(part).items():
-                mutable = np.array(array)
-                np.moveaxis(mutable, axis, 1)[rows[hit] // 5, rows[hit] % 5] = np.asarray(encoded[name])[hit]
-                assert bits(mutable) == bits(formats.components(want)[name].array), (label, name)
+def test_encoding_reads_only_the_scale_per_head():
+    """A front end with arrays of its own describes them by shape and dtype, and writes what `encode_rows` gives."""
+    kinds, new = caches(), new_tokens((3,), 6)
+    described = [
+        jax.tree.map(lambda x: x if x.shape == (3,) else jax.ShapeDtypeStruct(x.shape, x.dtype), c) for _, c in kinds
+    ]
+    encode = jax.jit(lambda k, v: [(formats.encode_rows(c.k, k), formats.encode_rows(c.v, v)) for c in described])
+    expected = append_all([c for _, c in kinds], *new, dict(slot_mapping=jnp.zeros(6, jnp.int32)))
+    for (_, k, v), encoded in zip(expected, encode(*new)):
+        assert all(bits(a) == bits(b) for a, b in zip(jax.tree.leaves((k, v)), jax.tree.leaves(encoded)))

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 
 from pallas_kernels.errors import ArgumentError, DTypeError, ShapeError
-from pallas_kernels.masks import Window, visible
+from pallas_kernels.masks import Window, visible, visible_range
 
 from .seqlen import Device, _SeqLenInfo, default_device, moved
 
@@ -279,7 +279,7 @@ class PagedBias(PackedBias):
         table = self.block_tables.numpy()
         lengths = (end - start for start, end in self.q_seqinfo.intervals())
         for b, (q_len, (start, k_len)) in enumerate(zip(lengths, self._spans())):
-            low, high = seen_range(q_len, k_len, self._window())
+            low, high = visible_range(0, q_len, q_len, k_len, self._window())
             if low >= high:
                 continue
             needed = table[b, (start + low) // self.page_size : -(-(start + high) // self.page_size)]
@@ -287,17 +287,6 @@ class PagedBias(PackedBias):
                 raise ArgumentError(
                     f"block_tables: row {b} needs pages {needed.tolist()}, but key holds pages 0 .. {pages - 1}"
                 )
-
-
-def seen_range(q_len: int, k_len: int, window: Window) -> tuple[int, int]:
-    """The keys [low, high) outside which no query of a sequence sees anything; empty where low >= high."""
-    nothing = window.left is not None and window.right is not None and window.left + window.right < 0
-    if q_len <= 0 or nothing:
-        return 0, 0
-    shift = 0 if window.top_left else k_len - q_len
-    low = 0 if window.left is None else max(0, shift - window.left)
-    high = k_len if window.right is None else min(k_len, shift + q_len + window.right)
-    return low, high
 
 
 def check_tables(block_tables: Any, page_size: Any, count: int) -> None:

@@ -1,0 +1,191 @@
+"""The rows of MSLK's and PyTorch's acceptance tables on the JAX front end, backend `chunked`."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import acceptance
+import cases
+import checks
+import jax_frontend as frontend
+import pallas_kernels as pk
+
+PLAIN = [
+    case
+    for case in cases.mask_cases() + cases.dense_cases()
+    if not (case.sinks or case.kv_lengths or "softcap" in case.options)
+]
+
+
+@pytest.mark.parametrize("case", PLAIN[::3], ids=str)
+def test_the_reference_of_this_file_is_the_oracle(case):
+    inputs = cases.make_inputs(case, seed=1)
+    for mine, other in zip(acceptance.expected(case, inputs), cases.expected(case, inputs), strict=True):
+        checks.close(mine, other, 1e-12, 1e-12)
+
+
+# MSLK: forward
+
+
+@pytest.mark.parametrize("case", acceptance.generated(), ids=str)
+def test_generated_forward(case):
+    acceptance.check_forward(frontend, case)
+
+
+@pytest.mark.parametrize(("layout", "dtype"), [("BMHK", "float16"), ("BMK", "bfloat16")])
+def test_generated_forward_packed_qkv(layout, dtype):
+    acceptance.check_packed_qkv(frontend, layout, dtype)
+
+
+@pytest.mark.parametrize("case", acceptance.gqa(), ids=str)
+def test_gqa_forward(case):
+    acceptance.check_forward(frontend, case)
+
+
+@pytest.mark.parametrize("case", acceptance.splitk(), ids=str)
+def test_splitk_shapes(case):
+    acceptance.check_forward(frontend, case)
+
+
+@pytest.mark.parametrize("case", acceptance.logsumexp(), ids=str)
+def test_logsumexp(case):
+    acceptance.check_logsumexp(frontend, case)
+
+
+@pytest.mark.parametrize("case", acceptance.decoder(), ids=str)
+def test_decoder(case):
+    acceptance.check_forward(frontend, case, atol_factor=4)
+
+
+@pytest.mark.parametrize("case", acceptance.decoder_many_queries(), ids=str)
+def test_decoder_many_queries(case):
+    acceptance.check_forward(frontend, case, atol_factor=4)
+
+
+@pytest.mark.parametrize("case", acceptance.INT4_DECODER, ids=str)
+def test_int4_decoder(case):
+    acceptance.check_int4_decoder(frontend, *case)
+
+
+@pytest.mark.parametrize("case", acceptance.mqa_decoding(), ids=str)
+def test_mqa_decoding(case):
+    acceptance.check_forward(frontend, case)
+
+
+@pytest.mark.parametrize("case", acceptance.PAGED, ids=str)
+def test_paged(case):
+    acceptance.check_paged(frontend, *case)
+
+
+def test_paged_gappy_needs_a_padding_of_whole_pages():
+    with pytest.raises(ValueError, match="Notional padding should be divisible by the page size"):
+        acceptance.check_paged(frontend, *acceptance.PAGED_GAPPY_ERROR)
+
+
+@pytest.mark.parametrize("case", acceptance.FP8, ids=str)
+def test_fp8_rowwise_and_paged(case):
+    acceptance.check_fp8_rowwise(frontend, *case)
+
+
+@pytest.mark.parametrize("case", acceptance.FP8_SQNR, ids=str)
+def test_fp8_qk_and_pv_sqnr(case):
+    outs = acceptance.fp8_outputs(frontend, *case)
+    baseline = outs.pop("baseline")
+    for name, least in (("pv", 30), ("qk", 30), ("qk+pv+fp32", 27)):
+        assert acceptance.sqnr(baseline, outs[name]) >= least, name
+
+
+def test_nan_in_padding():
+    acceptance.check_nan_in_padding(frontend)
+
+
+def test_numpy_lengths():
+    acceptance.check_numpy_lengths(frontend)
+
+
+@pytest.mark.parametrize("name", acceptance.EMPTY)
+def test_empty(name):
+    acceptance.check_empty(frontend, *acceptance.EMPTY[name])
+
+
+# MSLK: merging
+
+
+@pytest.mark.parametrize("write_lse", [False, True])
+@pytest.mark.parametrize("as_list", [False, True])
+@pytest.mark.parametrize("case", acceptance.SELF_MERGE, ids=str)
+def test_merge_with_itself(case, as_list, write_lse):
+    acceptance.check_merge_with_itself(frontend, *case, as_list, write_lse)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_partial_paged(groups):
+    acceptance.check_partial_paged(frontend, groups)
+
+
+@pytest.mark.parametrize("case", acceptance.CHUNKED_DECODING, ids=str)
+def test_chunked_decoding(case):
+    acceptance.check_chunked_decoding(frontend, *case)
+
+
+@pytest.mark.parametrize(("gqa", "splits"), [(False, 32), (True, 1)])
+def test_shared_prefix(gqa, splits):
+    acceptance.check_shared_prefix(frontend, gqa, splits)
+
+
+@pytest.mark.parametrize("case", acceptance.merge_vs_formula(), ids=str)
+def test_merge_vs_formula(case):
+    acceptance.check_merge(frontend, case, as_list=False, seed=1)
+
+
+def test_training_merge():
+    acceptance.check_training_merge(frontend)
+
+
+# PyTorch: varlen
+
+
+@pytest.mark.parametrize("case", acceptance.varlen_dense(), ids=lambda case: f"window{case[0]}")
+def test_varlen_vs_dense_attention(case):
+    acceptance.check_varlen_dense(frontend, *case)
+
+
+@pytest.mark.parametrize("window", acceptance.INVARIANCE_WINDOWS, ids=str)
+def test_varlen_batch_invariance_within_tolerance(window):
+    """Same bits are promised by the kernels only; `chunked` promises the tolerance."""
+    alone, in_batch = acceptance.varlen_alone_and_in_batch(frontend, window)
+    checks.close(in_batch, alone, 1e-5, 1.6e-2)
+
+
+@pytest.mark.parametrize("lengths", acceptance.USED_LENGTHS, ids=str)
+def test_varlen_seqused_k(lengths):
+    acceptance.check_seqused_k(frontend, lengths)
+
+
+@pytest.mark.parametrize("page_size", [32, 64, 128, 256])
+def test_varlen_block_table(page_size):
+    for lengths in acceptance.USED_LENGTHS:
+        acceptance.check_block_table(frontend, page_size, lengths)
+
+
+@pytest.mark.parametrize("page_size", [32, 256])
+def test_varlen_block_table_under_jit(page_size):
+    compiled = jax.jit(pk.varlen_attn, static_argnames=("max_q", "max_k", "backend"))
+
+    @functools.wraps(pk.varlen_attn)
+    def function(q, k, v, cu_q, cu_k, max_q, max_k, **options):
+        return compiled(q, k, v, cu_q, cu_k, max_q=max_q, max_k=max_k, **options)
+
+    for lengths in acceptance.USED_LENGTHS[:2]:
+        acceptance.check_block_table(frontend, page_size, lengths, function)
+
+
+def test_varlen_gqa():
+    out, want = acceptance.call_gqa(frontend, 4, enable_gqa=True)
+    checks.close(out, want, *cases.TOLERANCES["bfloat16"])
+    with pytest.raises(ValueError, match="enable_gqa=True"):
+        acceptance.call_gqa(frontend, 4, enable_gqa=False)
+    with pytest.raises(ValueError, match="multiple of kv heads"):
+        acceptance.call_gqa(frontend, 3, enable_gqa=True)
