@@ -265,7 +265,7 @@ def build(
         raise ShapeError(f"key: head_dim {key.shape[-1]} differs from query's {head_dim}")
     _check_batches(query, key, value, parts)
 
-    if mask is not None and kv_lengths is not None:
+    if parts is not None and kv_lengths is not None:
         raise ArgumentError("kv_lengths: a mask object carries its own lengths, got both")
     if parts is None or not packed:
         dense = masks.dense_form(query.shape[0], query.shape[1], key.shape[1])

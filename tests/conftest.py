@@ -7,7 +7,9 @@ import subprocess
 import pytest
 from hypothesis import settings
 
-pytest.register_assert_rewrite("acceptance", "cases", "checks", "jax_frontend", "torch_frontend")
+pytest.register_assert_rewrite(
+    "acceptance", "bad_input", "cases", "checks", "gradients", "jax_frontend", "torch_frontend"
+)
 
 settings.register_profile(
     "suite",

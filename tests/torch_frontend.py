@@ -71,3 +71,8 @@ def nan_tail(x):
     view = buffer.as_strided(x.shape, x.stride())
     view.copy_(x)
     return view
+
+
+def host_ints(x):
+    """int32 that the library can check: a tensor on the CPU."""
+    return torch.tensor(x, dtype=torch.int32)

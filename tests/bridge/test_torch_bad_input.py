@@ -1,0 +1,94 @@
+"""Bad calls on the torch front end: they raise before anything is written."""
+
+import numpy as np
+import pytest
+import torch
+
+import bad_input
+import bridge
+import torch_frontend as frontend
+
+
+@pytest.mark.parametrize("name,call,kind,text", bad_input.BAD_CALLS, ids=bad_input.IDS)
+def test_raises(name, call, kind, text):
+    bad_input.check(frontend, call, kind, text)
+
+
+def test_devices_mixed():
+    q = torch.randn(1, 2, 2, 16)
+    with pytest.raises(RuntimeError, match="one device"):
+        bridge.memory_efficient_attention(q, q.to("meta"), q)
+
+
+def test_operator_classes_come_later():
+    q = torch.randn(1, 2, 2, 16)
+    with pytest.raises(NotImplementedError, match="op"):
+        bridge.memory_efficient_attention(q, q, q, op=object)
+
+
+def test_disabled_flash_raises():
+    q, cu = torch.randn(4, 2, 16), torch.tensor([0, 4], dtype=torch.int32)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        with pytest.raises(RuntimeError, match="FLASH_ATTENTION"):
+            bridge.varlen_attn(q, q, q, cu, cu, 4, 4)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        bridge.varlen_attn(q, q, q, cu, cu, 4, 4)
+
+
+class TestOut:
+    cu = torch.tensor([0, 3, 5], dtype=torch.int32)
+
+    def call(self, out, q, k, v, **options):
+        return bridge.varlen_attn_out(out, q, k, v, self.cu, self.cu, 4, 4, **options)
+
+    def tensors(self):
+        return [torch.randn(6, 2, 16) for _ in range(3)]
+
+    def test_right(self):
+        q, k, v = self.tensors()
+        out = torch.full_like(q, float("nan"))
+        assert self.call(out, q, k, v) is out
+        want = bridge.varlen_attn(q, k, v, self.cu, self.cu, 4, 4)
+        np.testing.assert_array_equal(out[:5].numpy(), want[:5].numpy())
+        assert out[5:].isnan().all(), "rows beyond cu_seq_q[N] are not written"
+        again, lse = self.call(out, q, k, v, return_aux=bridge.AuxRequest(lse=True), window_size=(-1, 0))
+        assert again is out and lse.shape == (2, 6)
+
+    def test_strided_out(self):
+        q, k, v = self.tensors()
+        wide = torch.full((6, 4, 16), float("nan"))
+        self.call(wide[:, 1:3], q, k, v)
+        want = bridge.varlen_attn(q, k, v, self.cu, self.cu, 4, 4)
+        np.testing.assert_array_equal(wide[:5, 1:3].numpy(), want[:5].numpy())
+        assert wide[:, 0].isnan().all() and wide[:, 3].isnan().all()
+
+    @pytest.mark.parametrize(
+        "make,kind,text",
+        [
+            (lambda q: torch.empty(6, 2, 15), ValueError, "out: expected shape"),
+            (lambda q: torch.empty(6, 2, 16, dtype=torch.float16), TypeError, "dtype"),
+            (lambda q: torch.empty(6, 2, 16, device="meta"), ValueError, "device"),
+            (lambda q: torch.empty(6, 1, 16).expand(6, 2, 16), ValueError, "expanded"),
+            (lambda q: q, ValueError, "overlap"),
+            (lambda q: np.empty((6, 2, 16)), TypeError, "tensor"),
+        ],
+        ids=["shape", "dtype", "device", "expanded", "overlap", "type"],
+    )
+    def test_bad_out(self, make, kind, text):
+        q, k, v = self.tensors()
+        before = q.clone()
+        with pytest.raises(kind, match=text):
+            self.call(make(q), q, k, v)
+        assert torch.equal(q, before)
+
+    def test_bad_call_writes_nothing(self):
+        q, k, v = self.tensors()
+        out = torch.full_like(q, 7.0)
+        with pytest.raises(ValueError):
+            self.call(out, q, k, v, scale=-1.0)
+        assert (out == 7).all()
+
+    def test_gradient(self):
+        q, k, v = self.tensors()
+        with pytest.raises(RuntimeError, match="no gradient"):
+            self.call(torch.empty_like(q), q.requires_grad_(), k, v)
