@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
-
-_Tree = TypeVar("_Tree")
 
 
 def varying_axes(tree: Any) -> frozenset[str]:
@@ -14,7 +12,7 @@ def varying_axes(tree: Any) -> frozenset[str]:
     return frozenset[str]().union(*(jax.typeof(leaf).mat.varying for leaf in jax.tree.leaves(tree)))
 
 
-def vary_like(carry: _Tree, operands: Any) -> _Tree:
+def vary_like[Tree](carry: Tree, operands: Any) -> Tree:
     """A loop's first carry, typed as what its body computes from `operands`."""
     axes = varying_axes(operands)
 

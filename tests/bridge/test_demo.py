@@ -69,7 +69,11 @@ def tiny(name, **options):
         num_key_value_heads=2, head_dim=16, sliding_window=5, pad_token_id=0, **options,
     )  # fmt: skip
     torch.manual_seed(0)
-    return getattr(transformers, f"{name}Model")(config).eval()
+    network = getattr(transformers, f"{name}Model")(config).eval()
+    for layer in network.layers:
+        if hasattr(layer.self_attn, "sinks"):
+            layer.self_attn.sinks.normal_()
+    return network
 
 
 @pytest.mark.parametrize(
@@ -82,11 +86,10 @@ def tiny(name, **options):
 def test_decoders(name, options):
     """Causal, shared heads, sliding windows; a softcap and a scale in one, sinks in the other."""
     network = tiny(name, **options)
-    packed = pack([list(range(1, n)) for n in (4, 12, 2, 9)])
-    eager = {key: packed[key] for key in ("input_ids", "position_ids")}
-    expected = run(network, "eager", **eager, use_cache=False)
-    got = run(network, register(), **packed, use_cache=False)
-    torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
+    sequences = [list(range(1, n)) for n in (4, 12, 2, 9)]
+    alone = [run(network, "eager", input_ids=torch.tensor([s]), use_cache=False) for s in sequences]
+    packed = run(network, register(), **pack(sequences), use_cache=False)
+    torch.testing.assert_close(packed, torch.cat(alone, 1), atol=2e-5, rtol=2e-5)
 
 
 def test_what_the_adapter_refuses(model):
@@ -99,7 +102,7 @@ def test_what_the_adapter_refuses(model):
     with pytest.raises(UnsupportedError, match="attention_mask"):
         run(model.network, name, **bare, attention_mask=torch.zeros(1, 1, 51, 51))
     with pytest.raises(ArgumentError, match="cu_seq_lens_q"):
-        run(tiny("Gemma2"), name, **bare)
+        run(tiny("Gemma2"), name, input_ids=bare["position_ids"], position_ids=bare["position_ids"])
     with pytest.raises(ShapeError, match="batch 2"):
         run(model.network, name, **packed | {"input_ids": packed["input_ids"].expand(2, -1)})
     with pytest.raises(UnsupportedError, match="hopper"):
@@ -168,9 +171,10 @@ def test_relative_error():
 # ------------------------------------------------------------------------------------------------ the command
 
 
-def few_formats(monkeypatch):
-    """Other lengths compile anew: what is not about the formats does with one."""
-    monkeypatch.setattr(decode, "FORMATS", {"int8": decode.FORMATS["int8"]})
+def one_format(monkeypatch, limit=None):
+    """Every length compiles anew: what is not about the formats does with one, and perhaps another limit."""
+    form = decode.FORMATS["bf16"]
+    monkeypatch.setattr(decode, "FORMATS", {"bf16": form._replace(limit=limit or form.limit)})
 
 
 def test_built_in_texts(capsys):
@@ -186,11 +190,10 @@ def test_built_in_texts(capsys):
 
 @pytest.mark.parametrize("limit", ["cosine", "error"])
 def test_a_miss_fails(monkeypatch, capsys, limit):
-    few_formats(monkeypatch)
+    one_format(monkeypatch, 1e-6 if limit == "error" else None)
+    monkeypatch.setattr(texts, "SENTENCES", texts.SENTENCES[:2])
     if limit == "cosine":
         monkeypatch.setattr(cli, "COSINE_LIMIT", 1.1)
-    else:
-        monkeypatch.setattr(decode, "FORMATS", {"int8": decode.FORMATS["int8"]._replace(limit=1e-6)})
     assert cli.main([]) == 1
     out = capsys.readouterr().out
     assert out.count("MISS") == (len(texts.SENTENCES) if limit == "cosine" else 2)
@@ -198,19 +201,21 @@ def test_a_miss_fails(monkeypatch, capsys, limit):
 
 
 def test_a_text_that_is_too_long(monkeypatch, capsys, tmp_path):
-    few_formats(monkeypatch)
+    one_format(monkeypatch)
     monkeypatch.setattr(cli, "COSINE_LIMIT", 1.1)
+    monkeypatch.setattr(cli, "MOST_SENTENCES", 2)
     file = tmp_path / "long.txt"
     file.write_text(texts.PASSAGE + "\n\n" + texts.PASSAGE)
     assert cli.main(["--text", str(file)]) == 0
     out = capsys.readouterr().out
     assert "cut at 512 tokens" in out
     assert "cache of 512 tokens" in out
-    assert "MISS" in out and "no failure with --text" in out
+    assert out.count("MISS") == 3
+    assert "no failure with --text" in out
 
 
 def test_a_text_that_fits(monkeypatch, capsys, tmp_path):
-    few_formats(monkeypatch)
+    one_format(monkeypatch)
     file = tmp_path / "short.txt"
     file.write_text("Grüße aus Łódź", encoding="utf-8")
     assert cli.main(["--text", str(file), "--backend", "reference"]) == 0
