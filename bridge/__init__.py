@@ -1,5 +1,12 @@
 """The same attention for PyTorch, under the same names: `import bridge`."""
 
+try:
+    import torch as _  # noqa: F401
+except ModuleNotFoundError:
+    raise ModuleNotFoundError(
+        'bridge needs PyTorch: pip install "pallas-splitk[torch]", or "pallas-splitk[demo]" to run its demo'
+    ) from None
+
 from pallas_kernels import AuxRequest
 
 from . import exchange, fmha, formats

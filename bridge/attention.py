@@ -138,16 +138,17 @@ def _attention(
     if op is not None:
         raise UnsupportedError(f"op: operator classes are not accepted by this version, got {op}; use backend=")
     key, value = _folded(key, value)
-    lowered, bias, window, page_size, packed = None, attn_bias, None, None, False
+    lowered, bias, window, page_size, packed, slotted = None, attn_bias, None, None, False, True
     if isinstance(attn_bias, biases.AttentionBias):
         queries, rows = query.shape[1], key.shape[0] * key.shape[1]
         biases.host_check(attn_bias, queries, rows)
         form = biases.normal_form(attn_bias, query.shape[0], queries, rows)
         lowered = (form.q_start, form.k_start, form.k_len, form.block_table)
         bias, window, page_size, packed = form.tensor_bias, form.window, form.page_size, form.packed
+        slotted = not packed or isinstance(getattr(attn_bias, "k_seqinfo", None), biases._PaddedSeqLenInfo)
 
     def attend(query: Any, key: Any, value: Any, bias: Any, sinks: Any, kv_lengths: Any, lowered: Any) -> Any:
-        parts = None if window is None else MaskParts(NormalForm(*lowered), window, page_size, packed)
+        parts = None if window is None else MaskParts(NormalForm(*lowered), window, page_size, packed, slotted)
         call = build(
             query=query,
             key=key,

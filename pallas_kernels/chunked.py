@@ -36,7 +36,7 @@ class _Tiles(NamedTuple):
 
 
 def attention(problem: Problem, x: Operands) -> tuple[jax.Array, jax.Array]:
-    """(out [queries, kv_heads, group, Dv], lse [kv_heads, group, queries]), as `reference.attention`."""
+    """(out [queries, kv_heads, group, Dv], lse [queries, kv_heads, group]), as `reference.attention`."""
     block = _block_length(problem)
     tiles = _tiles(problem, x, block)
     q = _query_rows(problem, x, tiles)
@@ -71,7 +71,7 @@ def attention(problem: Problem, x: Operands) -> tuple[jax.Array, jax.Array]:
     target = jnp.where(tiles.real, tiles.row, problem.queries)
     out = jnp.broadcast_to(empty_out, (problem.queries, *empty_out.shape)).at[target].set(out, mode="drop")
     lse = jnp.broadcast_to(empty_lse, (problem.queries, *empty_lse.shape)).at[target].set(lse, mode="drop")
-    return out, jnp.moveaxis(lse, 0, -1)
+    return out, lse
 
 
 class Gradients(NamedTuple):
@@ -93,7 +93,7 @@ def backward(
     block = _block_length(problem)
     tiles = _tiles(problem, x, block)
     q = _query_rows(problem, x, tiles)
-    lse, d_lse = (jnp.moveaxis(a, -1, 0).astype(dtype) for a in (lse, d_lse))
+    lse, d_lse = lse.astype(dtype), d_lse.astype(dtype)
     d_out = d_out.astype(dtype)
     delta = (d_out * out.astype(dtype)).sum(-1) - d_lse
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from . import chunked, reference
+from . import chunked, program, reference
 from .errors import ArgumentError, FallbackWarning, GradientError, UnsupportedError
 from .problem import Operands, Problem
 from .sharding import gradient_of
@@ -24,8 +24,19 @@ def reasons(problem: Problem, backend: str) -> list[str]:
     if backend in ("chunked", "reference"):
         return []
     if backend in ("hopper", "interpret"):
-        return [f"{backend}: no kernel of this version covers the problem"]
+        return [*_machine(backend), *program.unsupported(problem)]
     raise ArgumentError(f"backend: expected one of {', '.join(('auto', *BACKENDS))}, got {backend!r}")
+
+
+@functools.cache
+def _machine(backend: str) -> list[str]:
+    """Why this machine cannot run the kernels as `backend` does."""
+    if backend == "interpret":
+        return [] if jax.default_backend() == "cpu" else ["the interpreter runs on the CPU only"]
+    if jax.default_backend() != "gpu":
+        return [f"no GPU: JAX's default backend is {jax.default_backend()}"]
+    capability = str(jax.devices("gpu")[0].compute_capability)
+    return [] if capability == "9.0" else [f"compute capability {capability} (accepted: 9.0)"]
 
 
 def choose(problem: Problem, backend: str) -> str:
@@ -49,27 +60,43 @@ def _warn_once(text: str) -> None:
 
 
 def forward(problem: Problem, backend: str, x: Operands) -> tuple[jax.Array, jax.Array]:
-    """(out [queries, kv_heads, group, Dv] in out_dtype, lse [kv_heads, group, queries] in lse_dtype)."""
+    """(out [queries, kv_heads, group, Dv] in out_dtype, lse [lse_rows, heads, queries of a row] in lse_dtype)."""
+    if backend in ("hopper", "interpret") and not problem.empty:
+        return program.run(problem, program.target_of(backend), x)
     out, lse = _forward(problem, backend, x)
-    return cast_output(out, problem.out_dtype), lse
+    return cast_output(out, problem.out_dtype), _rows_first(problem, lse)
+
+
+def _rows_first(problem: Problem, lse: jax.Array) -> jax.Array:
+    """[queries, kv_heads, group] -> [lse_rows, heads, queries of a row]."""
+    rows, heads = problem.lse_rows, problem.kv_heads * problem.group
+    return jnp.moveaxis(lse.reshape(rows, problem.queries // rows if rows else 0, heads), 1, 2)
+
+
+def _tokens_first(problem: Problem, lse: jax.Array) -> jax.Array:
+    """The inverse of `_rows_first`."""
+    rows, heads = problem.lse_rows, problem.kv_heads * problem.group
+    lse = lse.reshape(rows, heads, problem.queries // rows if rows else 0)
+    return jnp.moveaxis(lse, 1, 2).reshape(problem.queries, problem.kv_heads, problem.group)
 
 
 def _forward(problem: Problem, backend: str, x: Operands) -> tuple[jax.Array, jax.Array]:
-    """As `forward`, the output still in the compute dtype."""
+    """(out, lse [queries, kv_heads, group]) of the backends in plain jnp, the output in the compute dtype."""
     if problem.empty:
         rows = (problem.queries, problem.kv_heads, problem.group)
         zeros = jnp.zeros(rows, problem.compute_dtype)
         sink = None if x.sinks is None else x.sinks.astype(zeros.dtype)
         acc = jnp.zeros((*rows, problem.value_dim), zeros.dtype)
-        out, lse = finish(acc, jnp.full_like(zeros, -jnp.inf), zeros, sink, problem.lse_dtype)
-        return out, jnp.moveaxis(lse, 0, -1)
+        return finish(acc, jnp.full_like(zeros, -jnp.inf), zeros, sink, problem.lse_dtype)
     return (reference if backend == "reference" else chunked).attention(problem, x)
 
 
 def backward(
     problem: Problem, backend: str, x: Operands, out: jax.Array, lse: jax.Array, d_out: jax.Array, d_lse: jax.Array
 ) -> chunked.Gradients:
-    """Gradients of q, k, v, bias and sinks; shapes and dtypes of the operands."""
+    """Gradients of q, k, v, bias and sinks; shapes and dtypes of the operands. A kernel's forward has the blockwise
+    backward."""
+    lse, d_lse = (_tokens_first(problem, a) for a in (lse, d_lse))
     if problem.empty or backend == "reference":
 
         def run(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> tuple[jax.Array, jax.Array]:

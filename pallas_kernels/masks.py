@@ -259,6 +259,7 @@ class AttentionMask:
     """Base of the ten classes: a storage with a window."""
 
     q_seqinfo: SeqLenInfo
+    k_seqinfo: Any
 
     @property
     def paging(self) -> int | None:
@@ -268,6 +269,11 @@ class AttentionMask:
     @property
     def window(self) -> Window:
         return Window()
+
+    @property
+    def slotted(self) -> bool:
+        """Whether sequences start at the beginning of equal slots, or of their row of pages (padded storage)."""
+        return isinstance(self.k_seqinfo, PaddedSeqLenInfo)
 
     @property
     def batch(self) -> int:
@@ -513,7 +519,6 @@ class BlockDiagonalCausalWithOffsetGappyKeysMask(_CausalMask, BlockDiagonalGappy
 class _Paged(AttentionMask):
     """What the paged classes share: key rows come in pages, found through block_tables int32 [N, pages_per_row]."""
 
-    k_seqinfo: Any
     block_tables: Any
     page_size: int
 

@@ -30,7 +30,9 @@ class Problem:
     """What is static about a call. Heads are kv_heads x group; sequences are packed along one query and one key axis.
 
     queries: packed query rows over all sequences. key_rows: rows of the key axis (all pages together).
-    max_keys: capacity of one sequence, in keys. fp8_qk, fp8_pv: multiply in e4m3 (MSLK's quantize_qk/pv_to_fp8).
+    max_keys: capacity of one sequence, in keys. slot: rows of each sequence's slot where keys lie in equal slots
+    (padded storage), else None. lse_rows: the LSE is [lse_rows, heads, queries / lse_rows]; 1 for packed queries.
+    fp8_qk, fp8_pv: multiply in e4m3 (MSLK's quantize_qk/pv_to_fp8).
     num_splits, split_size: the split policy (at most one is given).
     """
 
@@ -55,6 +57,10 @@ class Problem:
     sinks: bool
     num_splits: int | None
     split_size: int | None
+    slot: int | None
+    lse_rows: int
+    gappy_pages: bool = False
+    """Paged, and sequences may start anywhere in their row of pages."""
     fp8_qk: bool = False
     fp8_pv: bool = False
     inference_only: str | None = None
@@ -88,12 +94,10 @@ class Operands(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How results are shaped for the caller."""
+    """The caller's shapes; both are reshapes of what backends give."""
 
     out: tuple[int, ...]
     lse: tuple[int, ...]
-    lse_packed: bool
-    """The LSE keeps its queries on one axis ([.., heads, queries]); otherwise the batch leads."""
 
 
 # ---------------------------------------------------------------------------------------------- small checks
@@ -211,12 +215,17 @@ def lse_dtype(out_dtype: str) -> str:
 
 
 class MaskParts(NamedTuple):
-    """What a mask object of either front end reduces to; `packed`: the sequences share one batch row."""
+    """What a mask object of either front end reduces to.
+
+    packed: the sequences share one batch row. slotted: every sequence starts at the beginning of its own slot, or of
+    its own row of pages.
+    """
 
     nf: NormalForm
     window: Window
     page_size: int | None
     packed: bool
+    slotted: bool
 
 
 def build(
@@ -255,7 +264,7 @@ def build(
     rows = _key_rows(key, value, mask.paging if mask is not None else parts.page_size if parts else None)
     if mask is not None:
         mask.check(rows, query.shape[1])
-        parts = MaskParts(mask.normal_form(rows), mask.window, mask.paging, True)
+        parts = MaskParts(mask.normal_form(rows), mask.window, mask.paging, True, mask.slotted)
     packed = parts is not None and parts.packed
     if packed and query.ndim == 3:
         raise ShapeError(f"query: a block-diagonal mask needs rank 4 or 5, got shape {query.shape}")
@@ -274,7 +283,7 @@ def build(
             if is_host(lengths) and lengths.size and not 0 <= lengths.min() <= lengths.max() <= key.shape[1]:
                 raise ArgumentError(f"kv_lengths: expected values in [0, {key.shape[1]}], got {lengths.tolist()}")
             dense = dense._replace(k_len=lengths)
-        parts = MaskParts(dense, parts.window if parts else Window(), None, False)
+        parts = MaskParts(dense, parts.window if parts else Window(), None, False, True)
 
     bias = None if attn_bias is None or mask is not None else _array_bias(attn_bias, query, key, kv_heads, group)
     if packed and bias is not None:
@@ -292,8 +301,8 @@ def build(
     capacity = rows if packed else key.shape[1]
     if nf.block_table is not None:
         capacity = nf.block_table.shape[-1] * (parts.page_size or 1)
-    elif mask is not None and isinstance(mask.k_seqinfo, masks.PaddedSeqLenInfo):  # type: ignore[attr-defined]
-        capacity = rows // mask.batch
+    elif parts.slotted:
+        capacity = rows // parts.nf.batch if parts.nf.batch else 0
 
     problem = Problem(
         batch=parts.nf.batch,
@@ -317,6 +326,9 @@ def build(
         sinks=sinks is not None,
         num_splits=splits[0],
         split_size=splits[1],
+        slot=capacity if parts.slotted and nf.block_table is None else None,
+        lse_rows=1 if packed else query.shape[0],
+        gappy_pages=nf.block_table is not None and not parts.slotted,
         fp8_qk=fp8_qk,
         fp8_pv=fp8_pv,
         inference_only=_inference_only(key, parts.page_size),
@@ -333,19 +345,11 @@ def build(
     )
     lse_heads = heads or (1,)
     lse = (1, *lse_heads, queries) if packed else (query.shape[0], *lse_heads, query.shape[1])
-    return problem, operands, Layout((*query.shape[:-1], value_dim), lse, packed)
+    return problem, operands, Layout((*query.shape[:-1], value_dim), lse)
 
 
 def default_scale(scale: Any, head_dim: int) -> float:
     return (head_dim**-0.5 if head_dim else 1.0) if scale is None else static_number(scale, "scale")
-
-
-def shape_lse(lse: jax.Array, layout: Layout) -> jax.Array:
-    """[kv_heads, group, queries] -> the caller's shape."""
-    if layout.lse_packed:
-        return lse.reshape(layout.lse)
-    batch, *heads, queries = layout.lse
-    return jnp.moveaxis(lse.reshape(*heads, batch, queries), -2, 0)
 
 
 def _check_dropout(p: Any) -> None:

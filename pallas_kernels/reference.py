@@ -24,7 +24,7 @@ WARN_ABOVE_SCORES = 2**30
 
 
 def attention(problem: Problem, x: Operands) -> tuple[jax.Array, jax.Array]:
-    """(out [queries, kv_heads, group, Dv], lse [kv_heads, group, queries])."""
+    """(out [queries, kv_heads, group, Dv], lse [queries, kv_heads, group])."""
     q_len = jnp.diff(x.nf.q_start)
     j = jnp.arange(problem.max_keys, dtype=jnp.int32)
 
@@ -61,8 +61,7 @@ def attention(problem: Problem, x: Operands) -> tuple[jax.Array, jax.Array]:
         )
     at_a_time = min(problem.queries, max(1, SCORES_AT_A_TIME // (scores * max(problem.head_dim, 1))))
     tokens = jnp.arange(problem.queries, dtype=jnp.int32)
-    out, lse = jax.lax.map(jax.checkpoint(row), tokens, batch_size=at_a_time)  # type: ignore[attr-defined]
-    return out, jnp.moveaxis(lse, 0, -1)
+    return jax.lax.map(jax.checkpoint(row), tokens, batch_size=at_a_time)  # type: ignore[attr-defined]
 
 
 def _bias_row(bias: jax.Array, b: jax.Array, i: jax.Array, keys: int) -> jax.Array:

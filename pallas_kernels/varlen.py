@@ -131,6 +131,8 @@ def varlen_attn(
         sinks=sinks is not None,
         num_splits=splits[0],
         split_size=splits[1],
+        slot=None,
+        lse_rows=1,
         inference_only=_inference_only(key, seqused_k, block_table),
     )
     operands = Operands(

@@ -43,12 +43,26 @@ def value_and_grad(loss, arrays):
     return float(result), {name: numpy(g) for name, g in gradients.items()}
 
 
+merge = jax.jit(api.merge_attentions, static_argnames=("write_lse", "output_dtype"))
+
+
 def cast(x, dtype):
     return x.astype(dtype)
 
 
 def stack(arrays):
     return jnp.stack(arrays)
+
+
+def vjp(function, arrays, cotangent):
+    """(function(*arrays), its gradients) for a cotangent of the result's dtype, compiled as one."""
+
+    @jax.jit
+    def run(arrays, cotangent):
+        out, pull = jax.vjp(function, *arrays)
+        return out, pull(cotangent)
+
+    return run(arrays, cotangent)
 
 
 def share_heads(kv, query):
@@ -59,8 +73,3 @@ def share_heads(kv, query):
 def nan_tail(x):
     """A JAX array has no buffer behind it to write to."""
     return x
-
-
-def host_ints(x):
-    """int32 that the library can check: numpy."""
-    return np.asarray(x, np.int32)

@@ -48,12 +48,23 @@ def value_and_grad(loss, arrays):
     return float(result), {name: numpy(x.grad) for name, x in arrays.items()}
 
 
+merge = api.merge_attentions
+
+
 def cast(x, dtype):
     return x.to(getattr(torch, dtype))
 
 
 def stack(tensors):
     return torch.stack(tensors)
+
+
+def vjp(function, tensors, cotangent):
+    """(function(*tensors), its gradients) for a cotangent of the result's dtype."""
+    tensors = [x.detach().requires_grad_() for x in tensors]
+    out = function(*tensors)
+    out.backward(cotangent)
+    return out, [x.grad for x in tensors]
 
 
 def share_heads(kv, query):

@@ -21,6 +21,10 @@ COSINE_LIMIT = 0.9999
 MOST_SENTENCES = 8
 MOST_CHARACTERS = 1_000_000
 
+DESCRIPTION = """\
+Runs a real sentence model's attention on this library and checks it: (a) packed embeddings against the model's own,
+(b) decoding from a KV cache in several formats against float64."""
+
 EPILOG = """\
 exit status: 0 if every figure is within its limit (always, with --text); 1 if one is not; 2 if the demo cannot run,
 because of an argument, a file, a backend that cannot serve here, or a missing package."""
@@ -43,8 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bridge.demo",
-        description="Runs a real sentence model's attention on this library and checks it: (a) packed embeddings "
-        "against the model's own, (b) decoding from a KV cache in several formats against float64.",
+        description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -104,7 +104,7 @@ def join_word(scale: jax.Array, shift: jax.Array) -> jax.Array:
 # ----------------------------------------------------------------------------------------------- encoding
 
 
-def _stored(x: jax.Array, dtype: Any) -> jax.Array:
+def stored(x: jax.Array, dtype: Any) -> jax.Array:
     """float32 as it will be read back from `dtype`, so that codes are chosen for the stored coefficient."""
     return to_half(jnp.clip(x, -_HALF_MAX, _HALF_MAX)) if jnp.dtype(dtype) == jnp.float16 else x
 
@@ -116,7 +116,7 @@ def encode_int4(x: jax.Array, seed: bool) -> tuple[jax.Array, jax.Array, jax.Arr
     """
     limit = _SEED_LIMIT if seed else _HUGE
     x = jnp.clip(x, -limit, limit)
-    shift = _stored(x.min(-1), jnp.float16)
+    shift = stored(x.min(-1), jnp.float16)
     extent = jnp.maximum(x.max(-1) - shift, 0)
     scale = to_half(jnp.clip(extent / 15, _HALF_TINY, _SEED_SCALE if seed else _HALF_MAX))
     steps = (x - shift[..., None]) / scale[..., None]
@@ -142,7 +142,7 @@ def fp8_shift(x: jax.Array, seed: bool) -> tuple[jax.Array, jax.Array]:
     """The asymmetric form's shift = mean of the row, float16 [...], and the rest x - shift, float32 [..., D]."""
     limit = _SEED_LIMIT if seed else _HUGE
     x = jnp.clip(x, -limit, limit)
-    shift = _stored(x.mean(-1), jnp.float16)
+    shift = stored(x.mean(-1), jnp.float16)
     return x - shift[..., None], shift.astype(jnp.float16)
 
 
@@ -156,4 +156,4 @@ def _symmetric_scale(largest: jax.Array, code_max: float, dtype: Any) -> jax.Arr
     """The scale that maps `largest` to `code_max`, as stored in `dtype`; never 0, so that zeros divide to zero."""
     half = jnp.dtype(dtype) == jnp.float16
     scale = jnp.clip(largest / code_max, *((_HALF_TINY, _HALF_MAX) if half else (_FLOAT_TINY, _HUGE)))
-    return jnp.where(largest == 0, 1.0, _stored(scale, dtype))
+    return jnp.where(largest == 0, 1.0, stored(scale, dtype))

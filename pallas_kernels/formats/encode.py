@@ -192,7 +192,7 @@ def _given_scale(scale: Any, heads: tuple[int, ...], dtype: Any) -> jax.Array:
     check_dtype(scale, "scale", FLOATS)
     if tuple(scale.shape) != heads:
         raise ShapeError(f"scale: expected one scale a head, shape {heads}, got {tuple(scale.shape)}")
-    return jnp.asarray(scale).astype(dtype)
+    return codes.stored(jnp.asarray(scale).astype(jnp.float32), dtype).astype(dtype)
 
 
 def _seed_int4(x: jax.Array, groups: int) -> jax.Array:

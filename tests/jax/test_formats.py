@@ -118,12 +118,14 @@ KINDS = {
     "int4 groups": dict(groups=2),
 }
 
+LAYOUTS = ("seed_int4 groups", "seed_fp8 fp32", "fp8", "fp8 head asymmetric", "int4", "int4 groups")
+
 # Compiled once a shape: eagerly every operation of every format would be compiled on its own.
 QUANTIZE = jax.jit(quantize, static_argnums=1, static_argnames=("groups", "scale", "asymmetric", "scale_dtype"))
 FROM_SEED, TO_SEED = jax.jit(from_seed), jax.jit(to_seed)
 READ = jax.jit(lambda kv, dtype=jnp.float32: kv.dequantize(dtype), static_argnums=1)
-READ_ALL = jax.jit(lambda kvs, dtype=jnp.float32: [kv.dequantize(dtype) for kv in kvs], static_argnums=1)
-GATHER_ALL = jax.jit(lambda kvs, rows, dtype=jnp.float32: [kv.gather_rows(rows, dtype) for kv in kvs], static_argnums=2)
+READ_ALL = jax.jit(lambda kvs, dtype: [kv.dequantize(dtype) for kv in kvs], static_argnums=1)
+GATHER_ALL = jax.jit(lambda kvs, rows, dtype: [kv.gather_rows(rows, dtype) for kv in kvs], static_argnums=2)
 
 
 def at_once(f, formats, *args):
@@ -132,8 +134,12 @@ def at_once(f, formats, *args):
 
 
 @functools.cache
-def every_format(heads=(3,), d=16, seed=0, labels=tuple(KINDS)):
-    """(label, instance) of every kind of storage, with the numbers of one random array [2, 5, *heads, d]."""
+def every_format(heads=(3,), d=16, seed=0, labels=None):
+    """(label, instance) of every kind of storage, with the numbers of one random array [2, 5, *heads, d].
+
+    With two axes of heads, one kind for each way in which the axes of an array are laid out.
+    """
+    labels = labels or tuple(label for label in KINDS if len(heads) == 1 or label in LAYOUTS)
     fill = jax.jit(lambda x: [quantize(x, label.split()[0], **KINDS[label]) for label in labels])
     return list(zip(labels, fill(numbers(seed, 2, 5, *heads, d))))
 
@@ -240,7 +246,7 @@ def test_fp32_scales_match_numpy(seed):
 @pytest.mark.parametrize("heads", HEADS)
 def test_native_formats_match_numpy(heads):
     labels, kinds = zip(*every_format(heads))
-    for label, kv, numbers in zip(labels, kinds, READ_ALL(kinds)):
+    for label, kv, numbers in zip(labels, kinds, READ_ALL(kinds, jnp.float32)):
         if not label.startswith("seed"):
             np.testing.assert_array_equal(numbers, numpy_native(kv), err_msg=label)
 
@@ -253,7 +259,7 @@ def test_gather_rows_reads_what_dequantize_reads(heads, dtype):
     for label, whole, taken in zip(labels, wholes, GATHER_ALL(kinds, rows, dtype)):
         assert taken.dtype == dtype and taken.shape == whole[rows].shape, label
         assert bits(taken) == bits(whole[rows]), label
-    few = [i for i, label in enumerate(labels) if label in ("seed_fp8", "fp8 head asymmetric", "int4 groups")]
+    few = [i for i, label in enumerate(labels) if label in ("seed_fp8", "fp8 head asymmetric")]
     for index in (rows[0], rows[0, 0], rows[:, :0]):
         for i, taken in zip(few, GATHER_ALL([kinds[i] for i in few], index, dtype)):
             assert taken.shape == wholes[i][index].shape and bits(taken) == bits(wholes[i][index]), labels[i]
@@ -285,9 +291,9 @@ def test_rows_that_are_not_addressed_do_not_leak():
         return jax.tree.unflatten(jax.tree.structure(kv), [leaves.get(n, getattr(kv, n)) for n in leaf_names(kv)])
 
     labels, kinds = zip(*every_format())
-    spoiled = [spoil(kv) for kv in kinds]
-    clean, read = GATHER_ALL(kinds, rows), GATHER_ALL(spoiled, rows)
-    for label, expected, actual, whole in zip(labels, clean, read, READ_ALL(spoiled)):
+    spoiled = tuple(spoil(kv) for kv in kinds)
+    clean, read = (GATHER_ALL(x, rows, jnp.float32) for x in (kinds, spoiled))
+    for label, expected, actual, whole in zip(labels, clean, read, READ_ALL(spoiled, jnp.float32)):
         assert np.isnan(whole).any() and np.isfinite(expected).all(), label
         assert bits(actual) == bits(expected), label
 
@@ -299,7 +305,7 @@ def leaf_names(kv):
 def test_indices_out_of_range_are_clamped():
     labels, kinds = zip(*every_format())
     rows = np.array([[-1, 10, 2**31 - 1], [0, 9, 9]], np.int32)
-    for label, (wild, tame) in zip(labels, GATHER_ALL(kinds, rows)):
+    for label, (wild, tame) in zip(labels, GATHER_ALL(kinds, rows, jnp.float32)):
         assert bits(wild) == bits(tame), label
 
 
@@ -327,7 +333,6 @@ def test_any_leaves_pass_through():
             rebuilt = jax.tree.unflatten(structure, [junk] * len(leaves))
             assert type(rebuilt) is type(kv)
             assert all(getattr(rebuilt, name) is junk for name in leaf_names(kv))
-        assert jax.tree.structure(jax.tree.map(lambda x: None, kv)) is not None
 
 
 def test_vmap_and_scan_over_layers():
@@ -341,7 +346,8 @@ def test_vmap_and_scan_over_layers():
 
     for (label, kv), (whole, mapped, row, scanned, again) in zip(kinds, at_once(run, kinds)):
         assert bits(mapped) == bits(whole) and bits(scanned) == bits(row), label
-        assert type(again) is type(kv) and again.scale.shape[0] == 2 if hasattr(kv, "scale") else True
+        assert type(again) is type(kv), label
+        assert all(x.shape == (2, *y.shape) for x, y in zip(jax.tree.leaves(again), jax.tree.leaves(kv))), label
 
 
 def test_quantize_under_vmap():
@@ -687,7 +693,7 @@ def test_small_and_unsigned_indices(dtype):
 
 def test_append_equals_quantize():
     """A cache filled by appending holds the bits that quantising the whole gives, where scales are per row."""
-    labels = ("seed_int4 groups", "seed_fp8", "seed_fp8 fp32", "fp8 asymmetric", "int8 half", "int4", "int4 groups")
+    labels = ("seed_int4 groups", "seed_fp8", "seed_fp8 fp32", "fp8 asymmetric", "int8 half", "int4 groups")
     kinds = {label: KINDS[label] for label in labels}
     x = numbers(3, 2, 5, 3, 16)
 
@@ -762,9 +768,9 @@ def test_gradients_of_append():
 def test_append_under_vmap():
     keys, values = new_tokens((3,), 2, 2)  # two layers of two tokens
     kinds, where = caches()[2:], jnp.array([[3, -1], [0, 9]])
-    layers = jax.tree.map(lambda x: jnp.stack([x, x]), [c for _, c in kinds])
+    layers = jax.tree.map(lambda x: np.stack([x, x]), [c for _, c in kinds])
     mapped = jax.jit(jax.vmap(append_all))(layers, keys, values, dict(slot_mapping=where))
-    for (label, cache), after in zip(kinds, jax.tree.map(lambda x: x[1], mapped)):
+    for (label, cache), after in zip(kinds, jax.tree.map(lambda x: np.asarray(x)[1], mapped)):
         check_append(cache, after, [0, 9], label)
 
 

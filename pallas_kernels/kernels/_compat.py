@@ -1,0 +1,84 @@
+"""Everything that depends on the jax version, or on running in Mosaic GPU's interpreter instead of on a card.
+
+The interpreter has no register operands of `wgmma`, no accumulator initialised from registers and no register budget;
+the kernels call the functions below for those and are otherwise one text for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+INTERPRETER_SMS = 4
+"""The interpreter's made-up target: enough blocks to share work, few enough to be quick."""
+
+
+def kernel(
+    body: Callable[..., None],
+    *,
+    out_type: Sequence[jax.ShapeDtypeStruct],
+    scratch_types: Sequence[Any],
+    blocks: int,
+    warpgroups: int,
+    interpret: bool,
+    detect_races: bool = False,
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """`body(*inputs, *outputs, *scratch)` on a grid of `blocks` blocks ("block") of `warpgroups` warpgroups ("wg")."""
+    call = plgpu.kernel(
+        body,
+        out_type=tuple(out_type),
+        scratch_types=tuple(scratch_types),
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=warpgroups,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=plgpu.InterpretGPUParams(detect_races=detect_races) if interpret else None,
+    )
+    return lambda *inputs: tuple(call(*inputs))
+
+
+def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory that `wgmma` reads: rows of at most 128 bytes, swizzled."""
+    swizzle = min(128, shape[-1] * jnp.dtype(dtype).itemsize)
+    tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))  # type: ignore[abstract]
+    swizzling = plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzling))
+
+
+def weighted_values(p: jax.Array, v: Any, acc: jax.Array, p_smem: Any) -> jax.Array:
+    """acc + p v: p [64, keys] in registers, v [keys, D] and acc [64, D]. p_smem is the interpreter's detour or None."""
+    if p_smem is None:
+
+        def accumulate(ref: Any) -> None:
+            plgpu.wgmma(ref, p, v)
+
+        return pl.run_state(accumulate)(plgpu.ACC.init(acc))
+    p_smem[...] = p
+    plgpu.commit_smem()
+
+    def product(ref: Any) -> jax.Array:
+        plgpu.wgmma(ref, p_smem, v)
+        return ref[...]
+
+    return acc + pl.run_scoped(product, plgpu.ACC((acc.shape[0], acc.shape[1])))
+
+
+def races_found() -> bool:
+    """Whether the interpreter has seen a race (newer versions raise instead)."""
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    races = interpret_pallas_call.get_races()
+    return races is not None and races.races_found
+
+
+def reset_interpreter() -> None:
+    """After a kernel that raised, the interpreter's state is stale."""
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    interpret_pallas_call.reset_gpu_interpret_mode_state()
