@@ -465,9 +465,17 @@ def check_fp8_rowwise(frontend, batch, k_len, kv_heads, group, page_size, seed=1
 FP8_SQNR = [(1, 8192, 2, 8, 256), (64, 2048, 1, 1, 128)]  # B, Mk, Hkv, G, K
 
 
-def sqnr(reference, x):
-    """Signal to quantisation noise, dB."""
-    return 10 * np.log10((reference**2).mean() / (((reference - x) ** 2).mean() + 1e-30))
+def check_fp8_sqnr(frontend, *shape):
+    """Signal to quantisation noise against the call with fp8 keys and values only, in dB.
+
+    MSLK's (disabled) test asks for 30 dB of fp8 QK alone too. Its own arithmetic, which rounds V and P to e4m3 there,
+    has 27 to 28 on these numbers, also in float64 (`oracle.fp8_attend`).
+    """
+    outs = fp8_outputs(frontend, *shape)
+    signal = outs.pop("baseline")
+    for name, least in (("pv", 30), ("qk", 27), ("qk+pv+fp32", 27)):
+        noise = ((signal - outs[name]) ** 2).mean()
+        assert 10 * np.log10((signal**2).mean() / noise) >= least, name
 
 
 def fp8_outputs(frontend, batch, k_len, kv_heads, group, dim, seed=10):
@@ -594,19 +602,20 @@ def check_merge_with_itself(frontend, batch, k_len, groups, heads, seed=0):
     out32, lse1 = partial(frontend, query, k, v)
     assert frontend.dtype_of(out32) == "float32"
     assert tuple(out32.shape) == (batch, q_len, *lead, dim) and tuple(lse1.shape) == (batch, *lead, q_len)
-    for out1 in (out32, frontend.cast(out32, "bfloat16")):
-        for as_list, write_lse in itertools.product([False, True], repeat=2):
-            outs, lses = [out1, out1], [lse1, lse1]
-            if not as_list:
-                outs, lses = (frontend.stack(x) for x in (outs, lses))
-            out, lse = frontend.merge(outs, lses, write_lse=write_lse)
-            assert frontend.dtype_of(out) == frontend.dtype_of(out1) and out.shape == out1.shape
-            close(frontend.numpy(out), frontend.numpy(out1), 1e-3, 1e-3)
-            if not write_lse:
-                assert lse is None
-                continue
-            assert frontend.dtype_of(lse) == frontend.dtype_of(lse1) and lse.shape == lse1.shape
-            close(frontend.numpy(lse), frontend.numpy(lse1) + math.log(2), 1e-3, 1e-3)
+    for as_list, write_lse in itertools.product([False, True], repeat=2):
+        dtype = "float32" if as_list == write_lse else "bfloat16"
+        out1 = frontend.cast(out32, dtype)
+        outs, lses = [out1, out1], [lse1, lse1]
+        if not as_list:
+            outs, lses = (frontend.stack(x) for x in (outs, lses))
+        out, lse = frontend.merge(outs, lses, write_lse=write_lse)
+        assert frontend.dtype_of(out) == dtype and out.shape == out1.shape
+        close(frontend.numpy(out), frontend.numpy(out1), 1e-3, 1e-3)
+        if not write_lse:
+            assert lse is None
+            continue
+        assert frontend.dtype_of(lse) == frontend.dtype_of(lse1) and lse.shape == lse1.shape
+        close(frontend.numpy(lse), frontend.numpy(lse1) + math.log(2), 1e-3, 1e-3)
 
 
 def check_partial_paged(frontend, groups, seed=1):
@@ -769,14 +778,15 @@ def varlen_dense():
             q_lens, k_lens = [64, 128, 64, 192], [192, 64, 128, 64]
         if window == (1025, 1025):
             q_lens = k_lens = [1024, 64]
-        found.append((window, ("float16", "bfloat16")[n % 2], (16, 4)[n // 2 % 2], (None, 0.1)[n % 3 == 1], q_lens, k_lens))
+        kv_heads, scale = (16, 4)[n // 2 % 2], (None, 0.1)[n % 3 == 1]
+        found.append((window, ("float16", "bfloat16")[n % 2], kv_heads, scale, q_lens, k_lens))
     return found
 
 
 def check_varlen_dense(frontend, window, dtype, kv_heads, scale, q_lens, k_lens, seed=0):
     """Output and gradients at most twice as far from the float64 answer as dense attention in the low precision.
 
-    The three gradients are measured together, as PyTorch's suite does behind one projection.
+    As in PyTorch's suite the gradients are those of the tokens, from which linear maps make queries, keys and values.
     """
     rng = np.random.default_rng(seed)
     heads, dim = 16, 64
@@ -807,11 +817,19 @@ def check_varlen_dense(frontend, window, dtype, kv_heads, scale, q_lens, k_lens,
             for part, result in zip(target, results, strict=True):
                 part.append(result)
     exact, plain = ([np.concatenate(x) for x in results] for results in (golden, low))
-    for parts in (slice(0, 1), slice(1, 4)):
-        mine, truth, rounded = (np.concatenate([x.ravel() for x in found_in[parts]]) for found_in in (found, exact, plain))
+    maps = [rng.standard_normal((h * dim, 64)) / 32 for h in (heads, kv_heads, kv_heads)]
+
+    def compared(results):
+        """The output and the gradients of the tokens; those of queries apart where they are others than the keys'."""
+        out, *gradients = results
+        d_q, d_k, d_v = (x.reshape(len(x), -1) @ m for x, m in zip(gradients, maps, strict=True))
+        return [out, d_q + d_k + d_v] if q_lens == k_lens else [out, d_q, d_k + d_v]
+
+    for truth, *results in zip(*(compared(x) for x in (exact, found, plain)), strict=True):
+        mine, dense_low = (np.abs(oracle.round_to(x, dtype) - truth).max() for x in results)
         x = truth.astype(np.float32)
         slack = 2 * np.abs(x + np.float32(0.3) - np.float32(0.3) - x).max()
-        assert np.abs(mine - truth).max() <= 2 * np.abs(rounded - truth).max() + slack, parts
+        assert mine <= 2 * dense_low + slack
 
 
 def visible_window(q_len, k_len, left, right):

@@ -192,7 +192,7 @@ class _Block:
 
     def _copy_tile(self, source: Any, target: Any, barrier: Any, b: Any, tile: Any, head: Any) -> None:
         rows = self.cfg._copy_rows
-        if self.cfg.pages_per_row is None:
+        if self.block_table is None or self.cfg.pages_per_row is None:
             plgpu.copy_gmem_to_smem(source.at[b, pl.ds(tile * KEY_TILE, KEY_TILE), head], target, barrier)
             return
         pages, page_size = self.cfg.key_shape[:2]

@@ -171,8 +171,9 @@ def test_relative_error():
 # ------------------------------------------------------------------------------------------------ the command
 
 
-def one_format(monkeypatch, limit=None):
-    """Every length compiles anew: what is not about the formats does with one, and perhaps another limit."""
+def in_short(monkeypatch, model, limit=None):
+    """With a model that is loaded already, and one format, perhaps with another limit: every format compiles anew."""
+    monkeypatch.setattr(cli, "SentenceModel", lambda device: model)
     form = decode.FORMATS["bf16"]
     monkeypatch.setattr(decode, "FORMATS", {"bf16": form._replace(limit=limit or form.limit)})
 
@@ -189,8 +190,8 @@ def test_built_in_texts(capsys):
 
 
 @pytest.mark.parametrize("limit", ["cosine", "error"])
-def test_a_miss_fails(monkeypatch, capsys, limit):
-    one_format(monkeypatch, 1e-6 if limit == "error" else None)
+def test_a_miss_fails(monkeypatch, model, capsys, limit):
+    in_short(monkeypatch, model, 1e-6 if limit == "error" else None)
     monkeypatch.setattr(texts, "SENTENCES", texts.SENTENCES[:2])
     if limit == "cosine":
         monkeypatch.setattr(cli, "COSINE_LIMIT", 1.1)
@@ -200,8 +201,8 @@ def test_a_miss_fails(monkeypatch, capsys, limit):
     assert "beyond the limit" in out
 
 
-def test_a_text_that_is_too_long(monkeypatch, capsys, tmp_path):
-    one_format(monkeypatch)
+def test_a_text_that_is_too_long(monkeypatch, model, capsys, tmp_path):
+    in_short(monkeypatch, model)
     monkeypatch.setattr(cli, "COSINE_LIMIT", 1.1)
     monkeypatch.setattr(cli, "MOST_SENTENCES", 2)
     file = tmp_path / "long.txt"
@@ -214,8 +215,8 @@ def test_a_text_that_is_too_long(monkeypatch, capsys, tmp_path):
     assert "no failure with --text" in out
 
 
-def test_a_text_that_fits(monkeypatch, capsys, tmp_path):
-    one_format(monkeypatch)
+def test_a_text_that_fits(monkeypatch, model, capsys, tmp_path):
+    in_short(monkeypatch, model)
     file = tmp_path / "short.txt"
     file.write_text("Grüße aus Łódź", encoding="utf-8")
     assert cli.main(["--text", str(file), "--backend", "reference"]) == 0
