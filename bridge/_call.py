@@ -16,7 +16,7 @@ import torch
 
 from pallas_kernels.errors import DeviceError
 
-from . import exchange
+from . import _mosaic, exchange
 
 jax_dtype = exchange.jax_dtype
 
@@ -43,6 +43,24 @@ def run(function: Callable[..., Any], *arguments: Any) -> Any:
 
     results = _JaxFunction.apply(flat_function, *leaves)
     return jax.tree.unflatten(trees[0], results)
+
+
+def describe(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What `function` returns beside arrays, from the shapes and dtypes of its arguments alone.
+
+    For tensors on a GPU: nothing is read, and none of JAX's backends is opened.
+    """
+    leaves, tree = jax.tree.flatten([_opened(a) for a in arguments])
+    _check_devices(leaves)
+    structs = [jax.ShapeDtypeStruct(x.shape, jax_dtype(x.dtype)) if isinstance(x, torch.Tensor) else x for x in leaves]
+    results: list[Any] = []
+
+    def traced(*arrays: Any) -> None:
+        results.append(function(*jax.tree.unflatten(tree, arrays)))
+
+    with _mosaic.no_backends(), jax.enable_x64(True):
+        jax.eval_shape(traced, *structs)
+    return results[0]
 
 
 class _JaxFunction(torch.autograd.Function):

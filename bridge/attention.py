@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 import pallas_kernels as pk
-from pallas_kernels import attention as jax_attention
-from pallas_kernels import dispatch
 from pallas_kernels.errors import UnsupportedError
 from pallas_kernels.masks import NormalForm
 from pallas_kernels.problem import MaskParts, Problem, build
 
+from . import _route, launch
 from ._call import jax_dtype, run
 from .fmha import attn_bias as biases
 
@@ -108,17 +107,11 @@ def merge_attentions(
 
 
 def served_by(*arguments: Any, **keywords: Any) -> str:
-    """The backend that serves this call of `memory_efficient_attention`. Raises what the call would; nothing runs."""
+    """The backend that serves this call of `memory_efficient_attention`; raises what the call would, computes nothing.
+    """
     call = inspect.signature(memory_efficient_attention).bind(*arguments, **keywords)
     call.apply_defaults()
-    chosen: list[str] = []
-
-    def choose(problem: Problem, operands: Any, layout: Any, backend: str) -> None:
-        chosen.append(dispatch.choose(problem, backend))
-
-    with torch.no_grad():
-        _attention(**call.arguments, answer=choose)
-    return chosen[0]
+    return _attention(**call.arguments, answer=_route.serving)
 
 
 def _attention(
@@ -132,24 +125,26 @@ def _attention(
     op: Any,
     output_dtype: torch.dtype | None,
     backend: str,
-    answer: Callable[..., Any] = jax_attention.run,
+    answer: Callable[..., Any] = _route.answer,
     **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Any:
     if op is not None:
         raise UnsupportedError(f"op: operator classes are not accepted by this version, got {op}; use backend=")
     key, value = _folded(key, value)
-    lowered, bias, window, page_size, packed, slotted = None, attn_bias, None, None, False, True
+    form: biases.Lowered | None = None
+    bias, slotted = attn_bias, True
     if isinstance(attn_bias, biases.AttentionBias):
         queries, rows = query.shape[1], key.shape[0] * key.shape[1]
         biases.host_check(attn_bias, queries, rows)
-        form = biases.normal_form(attn_bias, query.shape[0], queries, rows)
-        lowered = (form.q_start, form.k_start, form.k_len, form.block_table)
-        bias, window, page_size, packed = form.tensor_bias, form.window, form.page_size, form.packed
-        slotted = not packed or isinstance(getattr(attn_bias, "k_seqinfo", None), biases._PaddedSeqLenInfo)
+        form = biases.normal_form(attn_bias, query.shape[0], queries, rows, device=query.device)
+        bias = form.tensor_bias
+        slotted = not form.packed or isinstance(getattr(attn_bias, "k_seqinfo", None), biases._PaddedSeqLenInfo)
 
-    def attend(query: Any, key: Any, value: Any, bias: Any, sinks: Any, kv_lengths: Any, lowered: Any) -> Any:
-        parts = None if window is None else MaskParts(NormalForm(*lowered), window, page_size, packed, slotted)
-        call = build(
+    def normalise(query: Any, key: Any, value: Any, bias: Any, sinks: Any, kv_lengths: Any, lowered: Any) -> Any:
+        parts = None
+        if form is not None:
+            parts = MaskParts(NormalForm(*lowered), form.window, form.page_size, form.packed, slotted)
+        return build(
             query=query,
             key=key,
             value=value,
@@ -160,9 +155,20 @@ def _attention(
             parts=parts,
             **options,
         )
-        return answer(*call, backend)
 
-    return run(attend, query, key, value, bias, sinks, kv_lengths, lowered)
+    def tensors(problem: Problem) -> dict[str, torch.Tensor]:
+        """The inputs of the problem's program."""
+        given = {"q": query, "k": key, "v": value}
+        if form is not None and form.packed:
+            given |= {"q_start": form.q_start, "k_len": form.k_len}
+            return given if form.block_table is None else {**given, "block_table": form.block_table}
+        per_row, device = problem.queries // problem.batch, query.device.index
+        given["q_start"] = launch.dense_starts(device, problem.batch, per_row)
+        given["k_len"] = launch.dense_lengths(device, problem.batch, problem.max_keys)
+        return given if kv_lengths is None else {**given, "k_len": kv_lengths}
+
+    lowered = None if form is None else (form.q_start, form.k_start, form.k_len, form.block_table)
+    return answer(normalise, (query, key, value, bias, sinks, kv_lengths, lowered), backend, tensors)
 
 
 def _folded(key: Any, value: Any) -> tuple[Any, Any]:

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-import pallas_kernels as pk
 from pallas_kernels import AuxRequest
 from pallas_kernels.errors import ArgumentError, DeviceError, DTypeError, GradientError, ShapeError, UnsupportedError
+from pallas_kernels.problem import Problem
+from pallas_kernels.varlen import build
 
-from ._call import run
+from . import _route
 
 
 def varlen_attn(
@@ -49,16 +50,21 @@ def varlen_attn(
         num_splits=num_splits,
         split_size=split_size,
         softcap=softcap,
-        backend=backend,
-        return_aux=return_aux,
     )
 
-    def attend(query: Any, key: Any, value: Any, cu_q: Any, cu_k: Any, used: Any, table: Any, sinks: Any) -> Any:
-        return pk.varlen_attn(
+    def normalise(query: Any, key: Any, value: Any, cu_q: Any, cu_k: Any, used: Any, table: Any, sinks: Any) -> Any:
+        return build(
             query, key, value, cu_q, cu_k, max_q, max_k, seqused_k=used, block_table=table, sinks=sinks, **options
         )
 
-    return run(attend, query, key, value, cu_seq_q, cu_seq_k, seqused_k, block_table, sinks)
+    def tensors(problem: Problem) -> dict[str, torch.Tensor]:
+        """The inputs of the problem's program, which reads paged keys only."""
+        assert seqused_k is not None and block_table is not None
+        return {"q": query, "k": key, "v": value, "q_start": cu_seq_q, "k_len": seqused_k, "block_table": block_table}
+
+    arguments = (query, key, value, cu_seq_q, cu_seq_k, seqused_k, block_table, sinks)
+    out, lse = _route.answer(normalise, arguments, backend, tensors)
+    return (out, lse) if return_aux is not None and return_aux.lse else out
 
 
 def varlen_attn_out(
@@ -76,14 +82,15 @@ def varlen_attn_out(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`varlen_attn` into `out` [Tq, Hq, Dv] of the query's dtype and device; returns that same tensor.
 
-    Rows beyond cu_seq_q[N] are not written. No gradient is defined. Keywords as `varlen_attn`.
+    Rows beyond cu_seq_q[N] are outside the contract. No gradient is defined. Keywords as `varlen_attn`.
     """
     _check_out(out, query, key, value)
     with torch.no_grad():
         result, lse = varlen_attn(
             query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, return_aux=AuxRequest(lse=True), **options
         )
-        used = int(cu_seq_q[-1])
+        # On a GPU the number of rows in use is not read back: the rest is written too, as zeros.
+        used = query.shape[0] if query.is_cuda else int(cu_seq_q[-1])
         out[:used].copy_(result[:used])
     return (out, lse) if return_aux is not None and return_aux.lse else out
 

@@ -105,9 +105,13 @@ def unsupported(problem: Problem) -> list[str]:
 
 
 @functools.cache
-def program(problem: Problem, target: Target, counted: bool = False) -> Program:
-    """The launches that answer a problem on a target. `counted`: leading sizes are capacities, and the true number of
-    query tokens is read from a buffer "count"."""
+def program(problem: Problem, target: Target, least_tokens: int | None = None) -> Program:
+    """The launches that answer a problem on a target.
+
+    least_tokens: if given, the problem's leading sizes are capacities; the true numbers of query tokens (at least
+    this many) and of sequences are read from the buffers "count" and "sequences".
+    """
+    counted = least_tokens is not None
     p = problem
     policy = SplitPolicy(p.num_splits, p.split_size, p.max_keys, p.kv_heads, target.sms)
     lse = LsePlace(p.lse_dtype, p.kv_heads * p.group, None if p.lse_rows == 1 else p.queries // p.lse_rows)
@@ -116,8 +120,8 @@ def program(problem: Problem, target: Target, counted: bool = False) -> Program:
         if p.page_size is not None
         else (p.batch, p.slot or 0, p.kv_heads, p.head_dim)
     )
-    # One piece for every number of tokens up to the capacity: the decode kernel's own result is final.
-    split = policy.capacity(p.queries if counted else 1) > 1 if counted else policy.count(p.queries) > 1
+    # With one piece for every number of tokens that may come, the decode kernel's own result is final.
+    split = policy.count(least_tokens or p.queries) > 1
     decode = Decode(
         tokens=p.queries,
         batch=p.batch,
@@ -148,7 +152,7 @@ def program(problem: Problem, target: Target, counted: bool = False) -> Program:
     if p.page_size is not None:
         buffers.append(Buffer("block_table", (p.batch, p.max_keys // p.page_size), "int32", "in"))
     if counted:
-        buffers.append(Buffer("count", (1,), "int32", "in"))
+        buffers += [Buffer("count", (1,), "int32", "in"), Buffer("sequences", (1,), "int32", "in")]
     inputs = tuple(b.name for b in buffers)
     buffers += [
         Buffer("out", (*rows, p.head_dim), p.out_dtype, "out"),

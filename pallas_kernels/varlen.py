@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import dispatch
+from .attention import run
 from .errors import ArgumentError, DTypeError, ShapeError
 from .formats import KVFormat
 from .masks import NormalForm, Window, is_host
 from .problem import (
     FLOATS,
+    Layout,
     Operands,
     Problem,
     as_array,
@@ -86,6 +87,48 @@ def varlen_attn(
         ShapeError, DTypeError, ArgumentError, StaticArgumentError, UnsupportedError; GradientError on
         differentiation with seqused_k, block_table or low-bit keys and values.
     """
+    problem, operands, layout = build(
+        query,
+        key,
+        value,
+        cu_seq_q,
+        cu_seq_k,
+        max_q,
+        max_k,
+        scale=scale,
+        window_size=window_size,
+        enable_gqa=enable_gqa,
+        seqused_k=seqused_k,
+        block_table=block_table,
+        num_splits=num_splits,
+        split_size=split_size,
+        softcap=softcap,
+        sinks=sinks,
+    )
+    out, lse = run(problem, operands, layout, backend)
+    return (out, lse) if return_aux is not None and return_aux.lse else out
+
+
+def build(
+    query: Any,
+    key: Any,
+    value: Any,
+    cu_seq_q: Any,
+    cu_seq_k: Any,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: Sequence[int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: Any = None,
+    block_table: Any = None,
+    num_splits: int | None = None,
+    split_size: int | None = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+) -> tuple[Problem, Operands, Layout]:
+    """Normalise one call; all validation. Arguments as `varlen_attn`."""
     query = as_array(query, "query")
     key, value = store(key, "key"), store(value, "value")
     check_dtypes(query, key, value)
@@ -142,11 +185,7 @@ def varlen_attn(
         NormalForm(*(None if x is None else jnp.asarray(x, jnp.int32) for x in nf)),
         sinks=check_sinks(sinks, (heads,), kv_heads, group),
     )
-    out, lse = dispatch.attend(problem, dispatch.choose(problem, backend), operands)
-    out = out.reshape(query.shape[0], heads, value.shape[-1])
-    if return_aux is not None and return_aux.lse:
-        return out, lse.reshape(heads, query.shape[0])
-    return out
+    return problem, operands, Layout((query.shape[0], heads, value.shape[-1]), (heads, query.shape[0]))
 
 
 def window(window_size: Sequence[int]) -> Window:

@@ -14,7 +14,6 @@ import math
 import numpy as np
 
 import cases
-import checks
 import oracle
 from checks import close
 
@@ -168,25 +167,20 @@ def generated():
     return [
         dense(1, 32, 32, 1, 32, half),
         dense(300, 32, 64, 1, 128, bf16, layout="BMK"),
-        dense(300, 256, 32, 1, 32, half),
         dense(1, 256, 1024, 1, 128, bf16),
         dense(1, 2, 128, 1, 32, half),
-        dense(1, 136, 128, 1, 32, bf16, layout="BMK"),
-        dense(1, 256, 2, 1, 32, bf16),
         dense(1, 256, 128, 1, 512, half),
-        dense(1, 16, 1024, 1, 128, bf16),
         dense(1, 1024, 16, 1, 32, half),
-        dense(2, 256, 128, 12, 32, bf16),
         dense(1, 128, 128, 300, 32, half),
         dense(12, 32, 64, 3, 32, half, bias=True),
         dense(1, 72, 128, 1, 32, bf16, bias=True, layout="BMK"),
         masked(CLASSES[0], 12, 32, 256, 1, 32, half),
         masked(CLASSES[1], 1, 256, 1024, 1, 128, bf16),
         masked(CLASSES[2], 4, 34, 128, 1, 32, half),
-        masked(CLASSES[3], 4, 68, 128, 1, 32, bf16),
+        masked(CLASSES[3], 4, 136, 128, 1, 32, bf16),
         masked(CLASSES[4], 12, 32, 64, 5, 32, half),
-        masked(CLASSES[5], 4, 256, 90, 1, 32, bf16),
-        masked(CLASSES[6], 12, 3, 128, 1, 32, bf16),
+        masked(CLASSES[5], 4, 256, 2, 1, 32, bf16),
+        masked(CLASSES[6], 12, 3, 128, 12, 32, bf16),
         masked(CLASSES[7], 4, 256, 136, 1, 32, half),
         masked(CLASSES[8], 2, 256, 15, 3, 32, bf16),
         masked(CLASSES[9], 2, 15, 1024, 1, 128, half),
@@ -224,7 +218,7 @@ def gqa():
             return cases.Case(f"{mask_class}-{q_len}", None, {}, q_shape, k_shape, bias_shape=bias, magnitude=3.0)
         return masked(mask_class, batch, q_len, 512, (2, 16), 128, "float16", k_heads=(2, 1))
 
-    many = ("none", CLASSES[1], CLASSES[2])
+    many = ("none", CLASSES[2])
     return [*(case(c, 1, 3) for c in ("none", "bias", *CLASSES)), *(case(c, 512, 1) for c in many)]
 
 
@@ -233,9 +227,8 @@ def splitk():
     shapes = [
         (1, 4, 65536, 128, "float16"),
         (1, 16, 65536, 32, "bfloat16"),
-        (10, 15, 1025, 128, "bfloat16"),
+        (10, 15, 73, 128, "bfloat16"),
         (2, 7, 7328, 128, "float16"),
-        (2, 3, 73, 128, "bfloat16"),
     ]
     splits = itertools.cycle([{}, {"num_splits": 8}, {"num_splits": 1}])
     return [
@@ -272,7 +265,6 @@ def decoder():
 def decoder_many_queries():
     return [
         decoder_case(None, 2, 32, 8, "float16", 1, q_len=4),
-        decoder_case(1, 2, 44, 1, "bfloat16", 2, q_len=5),
         decoder_case(1, 6, 32, 8, "bfloat16", 1, q_len=7),
         decoder_case(None, 20, 44, 1, "float16", 2, q_len=3),
     ]
@@ -309,7 +301,7 @@ def mqa_decoding():
         cases.Case(f"mqa-{batch},{k_len},{heads},{dim}-{dtype}", None, {}, (batch, 1, heads, dim),
                    (batch, k_len, 1, dim), dtype, magnitude=3.0)
         for batch, k_len, heads, dim, dtype in (
-            (1, 65536, 3, 128, "float16"), (5, 53, 4, 64, "bfloat16"), (7, 51, 4, 512, "float16"),
+            (1, 65536, 3, 128, "float16"), (7, 51, 4, 512, "bfloat16"),
         )
     ]  # fmt: skip
 
@@ -317,10 +309,9 @@ def mqa_decoding():
 # Pages
 
 PAGED = [  # B, MAX_T, page size, groups (0: bfloat16), gappy, splits
-    (1, 8192, 256, 0, False, None),
-    (5, 2048, 64, 1, True, 8),
-    (128, 64, 128, 8, False, 48),
-    (5, 128, 128, 0, True, 8),
+    (1, 8192, 256, 0, True, None),
+    (5, 2048, 64, 1, True, 48),
+    (128, 64, 128, 8, False, 8),
 ]
 PAGED_GAPPY_ERROR = (1, 64, 128, 0, True, None)
 
@@ -463,6 +454,7 @@ def check_fp8_rowwise(frontend, batch, k_len, kv_heads, group, page_size, seed=1
 
 
 FP8_SQNR = [(1, 8192, 2, 8, 256), (64, 2048, 1, 1, 128)]  # B, Mk, Hkv, G, K
+FP8_LEAST_DB = {"pv": 30, "qk": 27, "qk+pv+fp32": 27}
 
 
 def check_fp8_sqnr(frontend, *shape):
@@ -473,7 +465,7 @@ def check_fp8_sqnr(frontend, *shape):
     """
     outs = fp8_outputs(frontend, *shape)
     signal = outs.pop("baseline")
-    for name, least in (("pv", 30), ("qk", 27), ("qk+pv+fp32", 27)):
+    for name, least in FP8_LEAST_DB.items():
         noise = ((signal - outs[name]) ** 2).mean()
         assert 10 * np.log10((signal**2).mean() / noise) >= least, name
 
@@ -583,13 +575,12 @@ SELF_MERGE = [  # B, Mk, G (None: BMHK), H
     (13, 5, 1, 11),
     (13, 5, 7, 11),
     (13, 5, None, 11),
-    (13, 5, 7, 1),
     (1, 100000, 1, 1),
 ]
 
 
 def check_merge_with_itself(frontend, batch, k_len, groups, heads, seed=0):
-    """The same output and LSE + ln 2, as a list and stacked, with and without the LSE; dtypes stay."""
+    """The same output and LSE + ln 2, from a list or stacked, with and without the LSE; dtypes stay."""
     rng = np.random.default_rng(seed)
     q_len, dim = 3, 128
     lead, shared = ((heads,), (1,)) if groups is None else ((groups, heads), (groups, 1))
@@ -602,8 +593,8 @@ def check_merge_with_itself(frontend, batch, k_len, groups, heads, seed=0):
     out32, lse1 = partial(frontend, query, k, v)
     assert frontend.dtype_of(out32) == "float32"
     assert tuple(out32.shape) == (batch, q_len, *lead, dim) and tuple(lse1.shape) == (batch, *lead, q_len)
-    for as_list, write_lse in itertools.product([False, True], repeat=2):
-        dtype = "float32" if as_list == write_lse else "bfloat16"
+    variants = [("float32", True, True), ("bfloat16", False, False)]
+    for dtype, as_list, write_lse in variants if heads == 1 else [(d, not a, w) for d, a, w in variants]:
         out1 = frontend.cast(out32, dtype)
         outs, lses = [out1, out1], [lse1, lse1]
         if not as_list:
@@ -701,16 +692,21 @@ def check_shared_prefix(frontend, max_t=8192, gqa=True, splits=32, seed=1):
     close(frontend.numpy(lse), frontend.numpy(whole[1]), 1e-3, 1e-3)
 
 
-def merge_vs_formula():
-    """MSLK's `test_merge_attentions_against_ref`."""
-    return [
-        cases.MergeCase("merge-16-12-137-8", 16, (12, 137, 8, 128)),
-        cases.MergeCase("merge-16-1-137-2x8", 16, (1, 137, 2, 8, 128)),
-    ]
+MERGE_VS_FORMULA = [  # MSLK's `test_merge_attentions_against_ref`: 16 chunks [B, M, (G,) H, D]
+    cases.MergeCase("merge-16-12-137-8", 16, (12, 137, 8, 128)),
+    cases.MergeCase("merge-16-1-137-2x8", 16, (1, 137, 2, 8, 128)),
+]
+
+
+def check_merge_vs_formula(frontend, case, seed=1):
+    inputs = cases.make_merge_inputs(case, seed)
+    outs, lses = (frontend.array(inputs[name], "float32") for name in ("outs", "lses"))
+    for result, want in zip(frontend.merge(outs, lses), oracle.merge(**inputs), strict=True):
+        close(frontend.numpy(result), want, 1e-4, 1e-4)
 
 
 def check_training_merge(frontend, seed=1):
-    """Gradients through two merged halves, and through one part, against those of the whole."""
+    """Gradients through two merged halves against those of the whole, and both against float64."""
     rng = np.random.default_rng(seed)
     length, dim, split = 50, 128, 25
     *arrays, weights = (cases.round_f32(3 * rng.random((1, length, 1, dim)), "bfloat16") for _ in range(4))
@@ -718,12 +714,9 @@ def check_training_merge(frontend, seed=1):
     def whole(q, k, v):
         return frontend.api.memory_efficient_attention(q, k, v, backend=BACKEND)
 
-    def merged(edges):
-        def function(q, k, v):
-            parts = [partial(frontend, q, k[:, a:b], v[:, a:b]) for a, b in itertools.pairwise(edges)]
-            return frontend.merge(*([p[n] for p in parts] for n in (0, 1)), output_dtype=q.dtype)[0]
-
-        return function
+    def merged(q, k, v):
+        parts = [partial(frontend, q, k[:, keys], v[:, keys]) for keys in (slice(0, split), slice(split, length))]
+        return frontend.merge(*([p[n] for p in parts] for n in (0, 1)), output_dtype=q.dtype)[0]
 
     def run(function):
         low = (frontend.array(x, "bfloat16") for x in arrays)
@@ -733,12 +726,11 @@ def check_training_merge(frontend, seed=1):
     out, gradients = run(whole)
     truth, *truths = attend_gradients(*(x[0] for x in arrays), weights[0], scale=dim**-0.5)
     close(out[0], truth, *cases.TOLERANCES["bfloat16"])
-    for edges in ((0, length), (0, split, length)):
-        other, others = run(merged(edges))
-        close(other, out, 1e-3, 0.1)
-        for mine, plain, exact in zip(others, gradients, truths, strict=True):
-            close(mine, plain, 0.9, 0.1)
-            close(mine[0], exact, 0.1, 0.1)
+    other, others = run(merged)
+    close(other, out, 1e-3, 0.1)
+    for mine, plain, exact in zip(others, gradients, truths, strict=True):
+        close(mine, plain, 0.9, 0.1)
+        close(mine[0], exact, 0.1, 0.1)
 
 
 # varlen
@@ -784,7 +776,7 @@ def varlen_dense():
 
 
 def check_varlen_dense(frontend, window, dtype, kv_heads, scale, q_lens, k_lens, seed=0):
-    """Output and gradients at most twice as far from the float64 answer as dense attention in the low precision.
+    """Output and gradients at most twice as far from the float32 answer as dense attention in the low precision.
 
     As in PyTorch's suite the gradients are those of the tokens, from which linear maps make queries, keys and values.
     """
@@ -809,7 +801,7 @@ def check_varlen_dense(frontend, window, dtype, kv_heads, scale, q_lens, k_lens,
     for b in range(len(q_lens)):
         rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
         visible = visible_window(q_lens[b], k_lens[b], left, right)
-        for target, rounding in ((golden, "float64"), (low, dtype)):
+        for target, rounding in ((golden, "float32"), (low, dtype)):
             results = attend_gradients(
                 q[rows], k[keys], v[keys], d_out[rows],
                 scale=dim**-0.5 if scale is None else scale, visible=visible, dtype=rounding,
@@ -941,6 +933,3 @@ def call_gqa(frontend, kv_heads, enable_gqa, dtype="bfloat16", seed=0):
     arrays = (frontend.array(x, dtype) for x in (q, k, v))
     out = frontend.api.varlen_attn(*arrays, cu, cu, 8, 8, enable_gqa=enable_gqa, backend=BACKEND)
     return frontend.numpy(out), attend(q, k, v, scale=64**-0.5)[0]
-
-
-check_merge = checks.check_merge

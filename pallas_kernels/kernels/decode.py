@@ -29,8 +29,8 @@ ROWS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Decode:
-    """Static parameters. Leading sizes (tokens, batch) are capacities where `counted`: the true number of tokens then
-    comes with the call, int32 [1].
+    """Static parameters. Leading sizes (tokens, batch) are capacities where `counted`: the true numbers then come with
+    the call, as `count` (of tokens) and `sequences`, int32 [1] each.
 
     q, out [tokens, kv_heads, group, D]; k, v [batch, slot, kv_heads, D] or [pages, page_size, kv_heads, D];
     q_start int32 [batch + 1]; k_len int32 [batch]; block_table int32 [batch, pages_per_row].
@@ -68,7 +68,7 @@ class Decode:
         return partial_types(self.policy, self.tokens, self.kv_heads, self.group, self.head_dim)
 
     def build(self, interpret: bool = False, detect_races: bool = False) -> Callable[..., tuple[jax.Array, ...]]:
-        """The kernel: (q, k, v, q_start, k_len[, block_table][, count]) -> `out_types`."""
+        """The kernel: (q, k, v, q_start, k_len[, block_table][, count, sequences]) -> `out_types`."""
         tile, dtype = (self.stages, KEY_TILE, self.head_dim), self.dtype
         copies = KEY_TILE // self._copy_rows
         filled = plgpu.Barrier(num_arrivals=copies, num_barriers=self.stages)
@@ -89,7 +89,7 @@ class Decode:
             v_freed=freed,
         )
         names = [name for name, kind in scratch.items() if kind is not None]
-        inputs = 5 + (self.pages_per_row is not None) + self.counted
+        inputs = 5 + (self.pages_per_row is not None) + 2 * self.counted
 
         def body(*refs: Any) -> None:
             given, written = refs[:inputs], refs[inputs : inputs + len(self.out_types)]
@@ -131,7 +131,8 @@ class _Block:
         self.cfg, self.written, self.smem = cfg, written, smem
         self.q, self.k, self.v, self.q_start, self.k_len = given[:5]
         self.block_table = given[5] if cfg.pages_per_row is not None else None
-        self.tokens = given[-1][0] if cfg.counted else jnp.int32(cfg.tokens)
+        self.tokens = given[-2][0] if cfg.counted else jnp.int32(cfg.tokens)
+        self.sequences = given[-1][0] if cfg.counted else jnp.int32(cfg.batch)
         self.pieces = jnp.int32(cfg.policy.count(self.tokens if cfg.counted else cfg.tokens))
 
     def run(self) -> None:
@@ -159,7 +160,7 @@ class _Block:
         """(token, head, piece, sequence, low, high) of a work item: the keys [low, high) of its piece in its window."""
         piece, rest = lax.rem(item, self.pieces), lax.div(item, self.pieces)
         token, head = lax.div(rest, jnp.int32(self.cfg.kv_heads)), lax.rem(rest, jnp.int32(self.cfg.kv_heads))
-        b, i, q_len = token_sequence(self.q_start, token, self.cfg.batch)
+        b, i, q_len = token_sequence(self.q_start, token, self.sequences, self.cfg.batch)
         k_len = self.k_len[b]
         low, high = self.cfg.policy.bounds(piece, self.pieces, k_len)
         first, last = visible_keys(self.cfg.window, i, q_len, k_len)

@@ -35,7 +35,7 @@ class SplitPolicy:
             return self.num_splits
         if self.split_size is not None:
             return max(1, -(-self.max_keys // self.split_size))
-        return self.sms // self.kv_heads if tokens > 1 and self.sms >= self.kv_heads else self.count(tokens)
+        return self.count(1)
 
     def stats_pitch(self, tokens: int) -> int:
         """Floats from one row's piece statistics to the next one's: whole vectors of a warpgroup."""
@@ -64,12 +64,13 @@ class SplitPolicy:
         return low, jnp.minimum(low + size, k_len)
 
 
-def token_sequence(q_start: Any, token: Any, batch: int) -> tuple[Any, Any, Any]:
-    """(b, i, q_len) of a query token, from q_start int32 [batch + 1] in device memory.
+def token_sequence(q_start: Any, token: Any, sequences: Any, capacity: int) -> tuple[Any, Any, Any]:
+    """(b, i, q_len) of a query token, from q_start int32 [sequences + 1] in device memory.
 
-    One token a sequence, the common case, is seen at once; otherwise a binary search.
+    sequences: the true number, of which `capacity` is a static bound. One token a sequence, the common case, is seen
+    at once; otherwise a binary search.
     """
-    direct = jnp.minimum(token, batch - 1)
+    direct = jnp.minimum(token, sequences - 1)
     single = (q_start[direct] == token) & (q_start[direct + 1] == token + 1)
 
     def search() -> Any:
@@ -79,7 +80,7 @@ def token_sequence(q_start: Any, token: Any, batch: int) -> tuple[Any, Any, Any]
             below = q_start[middle] <= token
             return jnp.where(below, middle, low), jnp.where(below, high, middle - 1)
 
-        return lax.fori_loop(0, batch.bit_length(), halve, (jnp.int32(0), jnp.int32(batch - 1)))[0]
+        return lax.fori_loop(0, capacity.bit_length(), halve, (jnp.int32(0), sequences - 1))[0]
 
     b = lax.cond(single, lambda: direct, search)
     return b, token - q_start[b], q_start[b + 1] - q_start[b]

@@ -113,9 +113,9 @@ def test_shared_prefix():
     acceptance.check_shared_prefix(frontend)
 
 
-@pytest.mark.parametrize("case", acceptance.merge_vs_formula(), ids=str)
+@pytest.mark.parametrize("case", acceptance.MERGE_VS_FORMULA, ids=str)
 def test_merge_vs_formula(case):
-    acceptance.check_merge(frontend, case, as_list=False, seed=1)
+    acceptance.check_merge_vs_formula(frontend, case)
 
 
 def test_training_merge():

@@ -1,0 +1,1 @@
+"""Correctness and speed on a GPU, one command line: `python -m benchmarks --help`. See NOTES.md."""

@@ -1,0 +1,98 @@
+"""Time on the card and on the host.
+
+Device time of JAX is what CUPTI reports for each kernel; of torch, the replay of a CUDA graph, gaps between kernels
+included. Calls rotate among sets of inputs larger together than the L2, so that every call finds it cold.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+COPY_BYTES = 2 * 1024**3
+L2_BYTES = 60 * 1024**2
+Kernels = list[tuple[str, float]]
+"""(name, microseconds) of each kernel of one call, in order."""
+
+
+def sets_needed(set_bytes: int, l2_bytes: int = L2_BYTES, most: int = 64) -> int:
+    """Sets of inputs so that they exceed the L2 twice even without the one in use."""
+    return min(most, 1 + -(-2 * l2_bytes // set_bytes))
+
+
+class Rotation:
+    """A call without arguments that runs `function` on the next set of arguments each time.
+
+    With `trace` and `lower` it passes for a jitted function, which the profiler would otherwise jit around it, with
+    the first set frozen in.
+    """
+
+    def __init__(self, function: Callable[..., Any], argument_sets: Sequence[tuple[Any, ...]]) -> None:
+        self._function, self._sets = function, list(argument_sets)
+        self._next = itertools.cycle(self._sets)
+
+    def __call__(self) -> Any:
+        return self._function(*next(self._next))
+
+    def trace(self) -> Any:
+        return self._function.trace(*self._sets[0])  # type: ignore[attr-defined]
+
+    def lower(self) -> Any:
+        return self._function.lower(*self._sets[0])  # type: ignore[attr-defined]
+
+
+def jax_kernels(
+    jitted: Callable[..., Any], argument_sets: Sequence[tuple[Any, ...]], iterations: int = 15
+) -> tuple[Any, list[Kernels]]:
+    """(a result, the kernels of each call) of a jitted function; no other work may be on the card."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    measured = profiler.measure(Rotation(jitted, argument_sets), aggregate=False, iterations=iterations)
+    result, calls = measured()  # type: ignore[misc, operator]
+    if calls is None:
+        return result, [[] for _ in range(iterations)]
+    calls = [calls] if iterations == 1 else calls  # for one iteration the profiler unwraps the list
+    return result, [[(name, 1e3 * ms) for name, ms in call] for call in calls]
+
+
+def total_us(calls: Sequence[Kernels]) -> float:
+    """The median over calls of the sum over kernels."""
+    return statistics.median(sum(us for _, us in call) for call in calls)
+
+
+def median_kernels(calls: Sequence[Kernels]) -> Kernels:
+    """Each kernel's own median; the calls hold the same kernels."""
+    return [(same[0][0], statistics.median(us for _, us in same)) for same in zip(*calls)]
+
+
+def torch_us(function: Callable[..., Any], argument_sets: Sequence[tuple[Any, ...]], rep_ms: int = 60) -> float:
+    """Microseconds of one call, from replays of a CUDA graph of many."""
+    from triton.testing import do_bench_cudagraph
+
+    return 1e3 * do_bench_cudagraph(Rotation(function, argument_sets), rep=rep_ms, return_mode="median")
+
+
+def host_us(call: Callable[[], Any], wait: Callable[[], Any], count: int = 500) -> float:
+    """Microseconds that one call keeps the host, the card running behind. `wait` waits for the card."""
+    for _ in range(20):
+        call()
+    wait()
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    elapsed = time.perf_counter() - start
+    wait()
+    return 1e6 * elapsed / count
+
+
+def copy_tb_s() -> float:
+    """TB/s of a large device-to-device copy, bytes read plus bytes written: the roof of anything bound by memory."""
+    import torch
+
+    source = torch.empty(COPY_BYTES // 4, dtype=torch.int32, device="cuda").random_()
+    target = torch.empty_like(source)
+    us = torch_us(target.copy_, [(source,)])
+    return 2 * COPY_BYTES / us / 1e6

@@ -1,0 +1,76 @@
+"""Which way a call of the torch front end goes: a direct launch of the kernels, or through JAX."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pallas_kernels import attention, dispatch
+from pallas_kernels.errors import FallbackWarning, UnsupportedError
+from pallas_kernels.problem import Layout, Operands, Problem
+
+from . import _call, launch
+
+Build = Callable[..., tuple[Problem, Operands, Layout]]
+Tensors = Callable[[Problem], dict[str, torch.Tensor]]
+
+
+def answer(
+    build: Build, arguments: tuple[Any, ...], backend: str, tensors: Tensors
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a call.
+
+    build: the call's normalisation as a function of JAX arrays in place of the tensors in `arguments`. tensors: the
+    inputs of the problem's program, by name.
+    """
+    if arguments[0].is_cuda:
+        problem, layout = _described(build, arguments)
+        why = _launch_reasons(problem, arguments, tensors, backend)
+        if why is None:
+            out, lse = launch.run(problem, tensors(problem))
+            return out.reshape(layout.out), lse.reshape(layout.lse)
+        if backend == "auto":
+            _warn_once(why)
+    return _call.run(lambda *arrays: attention.run(*build(*arrays), backend), *arguments)
+
+
+def serving(build: Build, arguments: tuple[Any, ...], backend: str, tensors: Tensors) -> str:
+    """The backend that serves a call; raises what the call would."""
+    if not arguments[0].is_cuda:
+        chosen: list[str] = []
+        with torch.no_grad():
+            _call.run(lambda *arrays: chosen.append(dispatch.choose(build(*arrays)[0], backend)), *arguments)
+        return chosen[0]
+    problem, _ = _described(build, arguments)
+    why = _launch_reasons(problem, arguments, tensors, backend)
+    return "hopper" if why is None else dispatch.choose(problem, backend)
+
+
+def _described(build: Build, arguments: tuple[Any, ...]) -> tuple[Problem, Layout]:
+    problem, _, layout = _call.describe(build, *arguments)
+    return problem, layout
+
+
+def _launch_reasons(problem: Problem, arguments: tuple[Any, ...], tensors: Tensors, backend: str) -> str | None:
+    """Why the call is not launched directly, or None; raises where the kernels are asked for by name."""
+    if backend not in ("auto", "hopper"):
+        return f"backend={backend!r} is asked for"
+    if problem.empty:
+        return "nothing is to be computed"
+    reasons = launch.reasons(problem, arguments[0].device)
+    if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in arguments):
+        reasons.append("a gradient is wanted")
+    if not reasons:
+        reasons = launch.layout_reasons(tensors(problem))
+    if reasons and backend == "hopper":
+        raise UnsupportedError("backend: 'hopper' cannot serve this call: " + "; ".join(reasons))
+    return "; ".join(reasons) or None
+
+
+@functools.cache
+def _warn_once(why: str) -> None:
+    warnings.warn(f"the call goes through JAX, not to the kernels directly: {why}", FallbackWarning, stacklevel=5)

@@ -1,0 +1,288 @@
+"""The Pallas kernels: values in Mosaic GPU's interpreter, with races detected and scratch poisoned; and lowering for
+CUDA, which needs no GPU, over everything that a program may ask for."""
+
+import dataclasses
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cases
+import checks
+import jax_frontend as frontend
+import oracle
+import pallas_kernels as pk
+from pallas_kernels import masks
+from pallas_kernels.kernels import _compat
+from pallas_kernels.problem import build
+from pallas_kernels.program import HEAD_DIMS, MAX_GROUP, PAGE_SIZES, Target, program, run, unsupported
+
+HOPPER = Target((9, 0), 132)
+INTERPRETER = Target((9, 0), _compat.INTERPRETER_SMS, interpret=True, detect_races=True)
+
+
+@pytest.fixture(autouse=True)
+def fresh_interpreter():
+    yield
+    _compat.reset_interpreter()
+
+
+def poisoned(x, rows):
+    x = np.array(x)
+    x[rows] = np.nan
+    return x
+
+
+def call(q_lens, k_lens, *, group, kv_heads, dim, dtype, page_size=None, slot=None, window=None, seed=0, **options):
+    """(problem, operands, expected out, expected lse): packed queries over slots or pages, garbage poisoned."""
+    rng = np.random.default_rng(seed)
+    n, heads, tokens = len(k_lens), group * kv_heads, sum(q_lens)
+    q = cases.round_f32(rng.standard_normal((tokens, heads, dim)), dtype)
+    if page_size is None:
+        rows = n * slot
+        positions = oracle.key_positions("padded", k_lens, total=rows)
+    else:
+        per_row = max(1, -(-max(k_lens) // page_size)) + 1
+        table = rng.permutation(n * per_row + 1)[: n * per_row].reshape(n, per_row)
+        rows = (n * per_row + 1) * page_size
+        positions = oracle.key_positions("paged", k_lens, block_tables=table, page_size=page_size)
+        table = cases.poison_table(table, cases.used_pages(k_lens, [0] * n, page_size, table.shape)).astype(np.int32)
+    k, v = (cases.round_f32(rng.standard_normal((rows, kv_heads, dim)), dtype) for _ in range(2))
+    outside = np.setdiff1d(np.arange(rows), np.concatenate([*positions, []]).astype(int))
+    k, v = poisoned(k, outside), poisoned(v, outside)
+    left, right = window or (None, None)
+    visible = [oracle.visible_table("window", *lens, left=left, right=right) for lens in zip(q_lens, k_lens)]
+    want = oracle.block_diagonal(q, k, v, q_lens, positions, visible)
+    if page_size is None:
+        if window is None:
+            mask = masks.BlockDiagonalPaddedKeysMask.from_seqlens(q_lens, slot, k_lens)
+        elif window == (None, 0):
+            mask = masks.BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens(q_lens, slot, k_lens)
+        else:
+            mask = masks.BlockDiagonalLocalAttentionPaddedKeysMask.from_seqlens_local(q_lens, slot, k_lens, *window)
+    else:
+        cls = masks.PagedBlockDiagonalPaddedKeysMask
+        if window == (None, 0):
+            cls = masks.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
+        mask = cls.from_seqlens(q_lens, k_lens, table, page_size)
+    arrays = [jnp.asarray(x[None], dtype) for x in (q, k, v)]
+    problem, operands, layout = build(*arrays, mask, **options)
+    return problem, operands, layout, want
+
+
+def check(problem, operands, layout, want, dtype):
+    assert unsupported(problem) == []
+    out, lse = jax.jit(run, static_argnums=(0, 1))(problem, INTERPRETER, operands)
+    assert not _compat.races_found()
+    checks.close(frontend.numpy(out).reshape(want[0].shape), want[0], *cases.TOLERANCES[dtype])
+    checks.close(frontend.numpy(lse).reshape(want[1].shape), want[1], *cases.LSE_TOLERANCE)
+
+
+VALUES = {
+    "one-piece": dict(q_lens=[1, 1, 1], k_lens=[256, 1, 0], group=4, kv_heads=2, dim=64, slot=256, num_splits=1),
+    "pieces": dict(q_lens=[1, 1, 1], k_lens=[256, 130, 0], group=3, kv_heads=2, dim=64, slot=256, num_splits=3),
+    "automatic": dict(q_lens=[1], k_lens=[300], group=8, kv_heads=1, dim=128, slot=304),
+    "split-size": dict(q_lens=[1, 1], k_lens=[200, 65], group=1, kv_heads=2, dim=32, slot=200, split_size=96),
+    "group-16": dict(q_lens=[1, 1], k_lens=[129, 64], group=16, kv_heads=1, dim=128, slot=136, num_splits=2),
+    "group-12": dict(q_lens=[1, 1], k_lens=[129, 64], group=12, kv_heads=1, dim=32, slot=136, num_splits=1),
+    "paged-64": dict(q_lens=[1, 1, 1], k_lens=[64, 65, 200], group=4, kv_heads=2, dim=64, page_size=64, num_splits=2),
+    "paged-128": dict(q_lens=[1, 1], k_lens=[0, 257], group=2, kv_heads=2, dim=128, page_size=128, num_splits=1),
+    "several-tokens": dict(q_lens=[2, 0, 3], k_lens=[20, 9, 140], group=2, kv_heads=2, dim=64, slot=144,
+                           window=(None, 0), num_splits=2),
+    "more-tokens-than-keys": dict(q_lens=[4], k_lens=[2], group=2, kv_heads=1, dim=32, slot=8, window=(None, 0)),
+    "window": dict(q_lens=[1, 3], k_lens=[256, 100], group=2, kv_heads=1, dim=64, slot=256, window=(30, 2),
+                   num_splits=2),
+    "paged-causal": dict(q_lens=[3, 1], k_lens=[130, 64], group=2, kv_heads=1, dim=64, page_size=64, window=(None, 0),
+                         num_splits=1),
+    "all-empty": dict(q_lens=[1, 1], k_lens=[0, 0], group=4, kv_heads=1, dim=64, slot=64, num_splits=2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name,dtype", [*((name, "bfloat16") for name in VALUES), ("pieces", "float16"), ("paged-64", "float16")]
+)
+def test_values(name, dtype):
+    check(*call(dtype=dtype, **VALUES[name]), dtype)
+
+
+@settings(max_examples=8)
+@given(st.data())
+def test_drawn_lengths_and_tables(data):
+    n = data.draw(st.integers(1, 3))
+    page_size = data.draw(st.sampled_from([None, 64, 128]))
+    k_lens = data.draw(st.lists(st.integers(0, 200), min_size=n, max_size=n))
+    q_lens = data.draw(st.lists(st.integers(0, 2), min_size=n, max_size=n).filter(sum))
+    policy = data.draw(st.sampled_from([{}, {"num_splits": 1}, {"num_splits": 2}, {"split_size": 70}]))
+    window = data.draw(st.sampled_from([None, (None, 0)]))
+    check(
+        *call(q_lens, k_lens, group=data.draw(st.sampled_from([1, 3, 8])), kv_heads=1, dim=32, dtype="bfloat16",
+              page_size=page_size, slot=None if page_size else 200, window=window, seed=data.draw(st.integers(0, 99)),
+              **policy),
+        "bfloat16",
+    )  # fmt: skip
+
+
+def test_pieces_do_not_change_more_than_rounding_and_one_is_exact():
+    """A sequence's bits with `num_splits=1` or a fixed `split_size` do not depend on its companions."""
+    settings_of = dict(group=2, kv_heads=2, dim=64, dtype="bfloat16", slot=256)
+    for policy in ({"num_splits": 1}, {"split_size": 96}):
+        alone = call([1], [200], **settings_of, **policy)
+        (problem, operands, _, _) = call([1, 1, 1], [17, 200, 256], **settings_of, seed=1, **policy)
+        k = operands.k.at[:, 256:512].set(alone[1].k)
+        v = operands.v.at[:, 256:512].set(alone[1].v)
+        q = operands.q.at[1].set(alone[1].q[0])
+        runner = jax.jit(run, static_argnums=(0, 1))
+        one = runner(alone[0], INTERPRETER, alone[1])
+        many = runner(problem, INTERPRETER, operands._replace(q=q, k=k, v=v))
+        np.testing.assert_array_equal(frontend.numpy(one[0][0]), frontend.numpy(many[0][1]))
+
+
+def test_counted_programs_read_the_true_numbers():
+    """At a capacity of 4 tokens and sequences, two are real: their results are right and nothing else is written."""
+    problem, x, _, want = call([1, 1], [100, 3], group=2, kv_heads=2, dim=64, dtype="bfloat16", slot=128)
+    raised = dataclasses.replace(problem, queries=4, batch=4, key_rows=4 * 128)
+    made = program(raised, INTERPRETER, least_tokens=1)
+    grown = lambda a, shape: jnp.concatenate([a, jnp.full(shape, jnp.nan, a.dtype)])  # noqa: E731
+    values = {
+        "q": grown(x.q, (2, 2, 2, 64)),
+        "k": grown(x.k.reshape(2, 128, 2, 64), (2, 128, 2, 64)),
+        "v": grown(x.v.reshape(2, 128, 2, 64), (2, 128, 2, 64)),
+        "q_start": jnp.array([0, 1, 2, 77, -5], jnp.int32),
+        "k_len": jnp.array([100, 3, 10**9, -1], jnp.int32),
+        "count": jnp.array([2], jnp.int32),
+        "sequences": jnp.array([2], jnp.int32),
+    }
+    for launch in made.launches:
+        results = launch.kernel.build(interpret=True, detect_races=True)(*(values[n] for n in launch.reads))
+        values |= dict(zip(launch.writes, results))
+    out = frontend.numpy(values["out"].reshape(4, 4, 64))
+    checks.close(out[:2], want[0], *cases.TOLERANCES["bfloat16"])
+    assert np.isnan(out[2:]).all(), "rows beyond the true count are not written"
+    lse = frontend.numpy(values["lse"])
+    checks.close(lse[:8].reshape(4, 2), want[1], *cases.LSE_TOLERANCE)
+    assert np.isnan(lse[8:]).all()
+
+
+def test_public_functions_run_the_interpreter():
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, *s, 64)), jnp.bfloat16) for s in ((1, 4), (64, 2), (64, 2)))
+    out, lse = pk.memory_efficient_attention_forward_requires_grad(q, k, v, backend="interpret", num_splits=2)
+    want_out, want_lse = pk.memory_efficient_attention_forward_requires_grad(q, k, v, backend="reference")
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, (2, 4, 1), jnp.float32)
+    checks.close(frontend.numpy(out), frontend.numpy(want_out), *cases.TOLERANCES["bfloat16"])
+    checks.close(frontend.numpy(lse), frontend.numpy(want_lse), *cases.LSE_TOLERANCE)
+    pages, table = k.reshape(2, 64, 2, 64), jnp.array([[1], [0]], jnp.int32)
+    cu, used = jnp.arange(3, dtype=jnp.int32), jnp.array([64, 7], jnp.int32)
+    options = dict(enable_gqa=True, seqused_k=used, block_table=table)
+    out = pk.varlen_attn(q[:, 0], pages, pages, cu, None, 1, 64, backend="interpret", num_splits=1, **options)
+    want = pk.varlen_attn(q[:, 0], pages, pages, cu, None, 1, 64, backend="reference", **options)
+    checks.close(frontend.numpy(out), frontend.numpy(want), *cases.TOLERANCES["bfloat16"])
+
+
+# ------------------------------------------------------------------------------------------------- lowering
+
+POLICIES = [{"num_splits": 1}, {"num_splits": 3}, {"split_size": 256}, {}]
+STORAGES = ["dense", "padded", *PAGE_SIZES]
+
+
+def lowering_cases():
+    """Every group with every head_dim; dtypes, storages, policies, outputs and counting in turn, all pairs of the
+    latter with one group."""
+    dtypes, yes_or_no = ("bfloat16", "float16"), (False, True)
+    turns = itertools.cycle(itertools.product(dtypes, STORAGES, range(4), yes_or_no, yes_or_no))
+    for group, dim in itertools.product(range(1, MAX_GROUP + 1), HEAD_DIMS):
+        yield group, dim, *next(turns)
+    for storage, policy, counted in itertools.product(STORAGES, range(4), (False, True)):
+        yield 4, 128, "bfloat16", storage, policy, counted, False
+
+
+@pytest.mark.parametrize("group,dim,dtype,storage,policy,counted,partial", list(lowering_cases()))
+def test_lowers_for_cuda_without_a_gpu(group, dim, dtype, storage, policy, counted, partial):
+    problem = described(group, dim, dtype, storage, partial, **POLICIES[policy])
+    assert unsupported(problem) == []
+    made = program(problem, HOPPER, least_tokens=1 if counted else None)
+    assert 1 <= len(made.launches) <= 2
+    for launch in made.launches:
+        structs = [jax.ShapeDtypeStruct(b.shape, jnp.dtype(b.dtype)) for b in map(made.buffer, launch.reads)]
+        with jax.enable_x64(problem.lse_dtype == "float64"):
+            text = jax.jit(launch.kernel.build()).trace(*structs).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("mosaic_gpu_v2") == 1
+
+
+def described(group, dim, dtype, storage, partial=False, **options):
+    """The problem of 4 sequences of one token, 2 KV heads and 1024 keys."""
+    heads, found = 2 * group, []
+    struct = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    lengths = jax.ShapeDtypeStruct((4,), jnp.int32)
+    if storage == "dense":
+        q, k = struct(4, 1, heads, dim), struct(4, 1024, 2, dim)
+    else:
+        q, k = struct(1, 4, heads, dim), struct(1, 4096, 2, dim)
+
+    def attend(q, k, v, lengths, table):
+        mask = None
+        if storage == "padded":
+            mask = masks.BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens([1] * 4, 1024, lengths)
+        elif storage != "dense":
+            mask = masks.PagedBlockDiagonalPaddedKeysMask.from_seqlens([1] * 4, lengths, table, storage)
+        kv_lengths = lengths if storage == "dense" else None
+        found.append(build(q, k, v, mask, kv_lengths=kv_lengths, partial=partial, **options)[0])
+
+    pages = jax.ShapeDtypeStruct((4, 1024 // (storage if isinstance(storage, int) else 1024)), jnp.int32)
+    with jax.enable_x64(partial):
+        jax.eval_shape(attend, q, k, k, lengths, pages)
+    return found[0]
+
+
+def test_the_jitted_function_is_the_programs_kernels_and_nothing_else():
+    """With lengths as arguments, the lowered module holds the program's custom calls and reshapes only."""
+    q, k = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 4, 32, 128), (1, 4096, 8, 128)))
+    mask = masks.BlockDiagonalPaddedKeysMask(
+        masks.SeqLenInfo(jax.ShapeDtypeStruct((5,), jnp.int32)),
+        masks.PaddedSeqLenInfo(jax.ShapeDtypeStruct((4,), jnp.int32), 1024),
+    )
+
+    def attend(q, k, v, mask):
+        problem, operands, layout = build(q, k, v, mask)
+        out, lse = run(problem, HOPPER, operands)
+        return out.reshape(layout.out), lse.reshape(layout.lse)
+
+    text = jax.jit(attend).trace(q, k, k, mask).lower(lowering_platforms=("cuda",)).as_text()
+    operations = {word.split("(")[0] for word in text.split() if word.startswith("stablehlo.")}
+    assert operations <= {"stablehlo.custom_call", "stablehlo.reshape"}, operations
+    assert text.count("stablehlo.custom_call") == 2
+
+
+@pytest.mark.parametrize(
+    "change,reason",
+    [
+        (dict(head_dim=48, value_dim=48), "head_dim"), (dict(value_dim=32), "value head_dim"), (dict(group=17), "17"),
+        (dict(softcap=1.0), "softcap"), (dict(sinks=True), "sinks"), (dict(bias=(1, 1, 1, 1, 8)), "bias"),
+        (dict(q_dtype="float32", key_format="float32"), "dtype"), (dict(key_format="int4/int32"), "format"),
+        (dict(slot=None), "slots"), (dict(slot=1023), "multiples of 8"), (dict(slot=None, page_size=32), "page_size"),
+        (dict(queries=65), "query tokens"), (dict(out_dtype="float8_e4m3fn"), "output"),
+        (dict(gappy_pages=True, page_size=64, slot=None), "start anywhere"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else None,
+)  # fmt: skip
+def test_reasons_for_refusal(change, reason):
+    problem = dataclasses.replace(described(4, 128, "bfloat16", "padded"), **change)
+    assert any(reason in text for text in unsupported(problem))
+
+
+def test_slots_of_partials_suffice_for_every_count():
+    """The automatic number of pieces depends on the true count: the workspace holds them all, for every count."""
+    for capacity in (1, 4, 64):
+        problem = dataclasses.replace(described(4, 128, "bfloat16", "padded"), queries=capacity, batch=capacity)
+        made = program(problem, HOPPER, least_tokens=1)
+        policy = made.launches[0].kernel.policy
+        slots = made.buffer("accumulators").shape[0]
+        for tokens in range(1, capacity + 1):
+            assert tokens * policy.count(tokens) <= slots
+            assert policy.count(tokens) <= policy.capacity(capacity)
+        assert math.prod(made.buffer("sums").shape) == capacity * 8 * policy.stats_pitch(capacity)
