@@ -1,5 +1,4 @@
-"""Attention of one sequence in float64, block by block of keys, in torch on any device. Written apart from the library.
-"""
+"""Attention of one sequence in float64, block by block of keys, in torch. Written apart from the library."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ def attention(q: Any, k: Any, v: Any, *, causal: bool = False, block: int = 1638
 
 
 def relative_error(actual: Any, expected: Any) -> float:
-    """|actual - expected| / |expected| in the Euclidean norm; NaN where either has one, |actual| where expected is 0."""
+    """|actual - expected| / |expected|, Euclidean; |actual| where expected is 0; NaN where either has one."""
     import torch
 
     difference = torch.linalg.vector_norm(actual.double() - expected.double())

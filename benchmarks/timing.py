@@ -30,7 +30,7 @@ class Rotation:
     the first set frozen in.
     """
 
-    def __init__(self, function: Callable[..., Any], argument_sets: Sequence[tuple[Any, ...]]) -> None:
+    def __init__(self, function: Any, argument_sets: Sequence[tuple[Any, ...]]) -> None:
         self._function, self._sets = function, list(argument_sets)
         self._next = itertools.cycle(self._sets)
 
@@ -38,10 +38,10 @@ class Rotation:
         return self._function(*next(self._next))
 
     def trace(self) -> Any:
-        return self._function.trace(*self._sets[0])  # type: ignore[attr-defined]
+        return self._function.trace(*self._sets[0])
 
     def lower(self) -> Any:
-        return self._function.lower(*self._sets[0])  # type: ignore[attr-defined]
+        return self._function.lower(*self._sets[0])
 
 
 def jax_kernels(
@@ -50,11 +50,12 @@ def jax_kernels(
     """(a result, the kernels of each call) of a jitted function; no other work may be on the card."""
     from jax.experimental.mosaic.gpu import profiler
 
-    measured = profiler.measure(Rotation(jitted, argument_sets), aggregate=False, iterations=iterations)
-    result, calls = measured()  # type: ignore[misc, operator]
+    measured: Any = profiler.measure(Rotation(jitted, argument_sets), aggregate=False, iterations=iterations)
+    result, calls = measured()
     if calls is None:
         return result, [[] for _ in range(iterations)]
-    calls = [calls] if iterations == 1 else calls  # for one iteration the profiler unwraps the list
+    if iterations == 1:  # the profiler then unwraps the list
+        calls = [calls]
     return result, [[(name, 1e3 * ms) for name, ms in call] for call in calls]
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -20,15 +21,15 @@ Tensors = Callable[[Problem], dict[str, torch.Tensor]]
 
 
 def answer(
-    build: Build, arguments: tuple[Any, ...], backend: str, tensors: Tensors
+    build: Build, arguments: tuple[Any, ...], static: Hashable, backend: str, tensors: Tensors
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a call.
 
-    build: the call's normalisation as a function of JAX arrays in place of the tensors in `arguments`. tensors: the
-    inputs of the problem's program, by name.
+    build: the call's normalisation as a function of JAX arrays in place of the tensors in `arguments`. static: what
+    else it depends on; equal calls are normalised once. tensors: the inputs of the problem's program, by name.
     """
     if arguments[0].is_cuda:
-        problem, layout = _described(build, arguments)
+        problem, layout = _described(build, arguments, static)
         why = _launch_reasons(problem, arguments, tensors, backend)
         if why is None:
             out, lse = launch.run(problem, tensors(problem))
@@ -38,21 +39,47 @@ def answer(
     return _call.run(lambda *arrays: attention.run(*build(*arrays), backend), *arguments)
 
 
-def serving(build: Build, arguments: tuple[Any, ...], backend: str, tensors: Tensors) -> str:
+def serving(build: Build, arguments: tuple[Any, ...], static: Hashable, backend: str, tensors: Tensors) -> str:
     """The backend that serves a call; raises what the call would."""
     if not arguments[0].is_cuda:
         chosen: list[str] = []
         with torch.no_grad():
             _call.run(lambda *arrays: chosen.append(dispatch.choose(build(*arrays)[0], backend)), *arguments)
         return chosen[0]
-    problem, _ = _described(build, arguments)
+    problem, _ = _described(build, arguments, static)
     why = _launch_reasons(problem, arguments, tensors, backend)
     return "hopper" if why is None else dispatch.choose(problem, backend)
 
 
-def _described(build: Build, arguments: tuple[Any, ...]) -> tuple[Problem, Layout]:
+_normalised: OrderedDict[Hashable, tuple[Problem, Layout]] = OrderedDict()
+MOST_NORMALISED = 4096
+
+
+def _described(build: Build, arguments: tuple[Any, ...], static: Hashable) -> tuple[Problem, Layout]:
+    """The problem of a call and its results' shapes: normalising costs a trace, so it is done once a signature."""
+    try:
+        key = (static, _signature(arguments))
+        hash(key)
+    except TypeError:  # an option of a wrong type: normalising it says which
+        key = None
+    if key is not None and (found := _normalised.get(key)) is not None:
+        return found
     problem, _, layout = _call.describe(build, *arguments)
+    if key is not None:
+        _normalised[key] = (problem, layout)
+        if len(_normalised) > MOST_NORMALISED:
+            _normalised.popitem(last=False)
     return problem, layout
+
+
+def _signature(x: Any) -> Hashable:
+    if isinstance(x, torch.Tensor):
+        return x.shape, x.dtype, x.device
+    if isinstance(x, (tuple, list)):
+        return tuple(map(_signature, x))
+    if hasattr(x, "opened"):
+        return type(x), tuple((name, _signature(value)) for name, value in vars(x).items() if name != "_spec")
+    return x
 
 
 def _launch_reasons(problem: Problem, arguments: tuple[Any, ...], tensors: Tensors, backend: str) -> str | None:

@@ -168,7 +168,9 @@ def _attention(
         return given if kv_lengths is None else {**given, "k_len": kv_lengths}
 
     lowered = None if form is None else (form.q_start, form.k_start, form.k_len, form.block_table)
-    return answer(normalise, (query, key, value, bias, sinks, kv_lengths, lowered), backend, tensors)
+    reduced = None if form is None else (form.window, form.page_size, form.packed, slotted)
+    static = ("attention", output_dtype, reduced, *options.items())
+    return answer(normalise, (query, key, value, bias, sinks, kv_lengths, lowered), static, backend, tensors)
 
 
 def _folded(key: Any, value: Any) -> tuple[Any, Any]:

@@ -63,8 +63,13 @@ def varlen_attn(
         return {"q": query, "k": key, "v": value, "q_start": cu_seq_q, "k_len": seqused_k, "block_table": block_table}
 
     arguments = (query, key, value, cu_seq_q, cu_seq_k, seqused_k, block_table, sinks)
-    out, lse = _route.answer(normalise, arguments, backend, tensors)
+    static = ("varlen", max_q, max_k, *((name, _hashable(option)) for name, option in options.items()))
+    out, lse = _route.answer(normalise, arguments, static, backend, tensors)
     return (out, lse) if return_aux is not None and return_aux.lse else out
+
+
+def _hashable(option: Any) -> Any:
+    return tuple(option) if isinstance(option, (list, tuple)) else option
 
 
 def varlen_attn_out(

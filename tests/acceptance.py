@@ -178,11 +178,9 @@ def generated():
         masked(CLASSES[1], 1, 256, 1024, 1, 128, bf16),
         masked(CLASSES[2], 4, 34, 128, 1, 32, half),
         masked(CLASSES[3], 4, 136, 128, 1, 32, bf16),
-        masked(CLASSES[4], 12, 32, 64, 5, 32, half),
         masked(CLASSES[5], 4, 256, 2, 1, 32, bf16),
         masked(CLASSES[6], 12, 3, 128, 12, 32, bf16),
         masked(CLASSES[7], 4, 256, 136, 1, 32, half),
-        masked(CLASSES[8], 2, 256, 15, 3, 32, bf16),
         masked(CLASSES[9], 2, 15, 1024, 1, 128, half),
     ]
 
@@ -209,7 +207,7 @@ def check_packed_qkv(frontend, layout, dtype, seed=0):
 
 
 def gqa():
-    """MSLK's `test_forward_gqa`: two groups of 16 heads; every bias with one query, one of each window with 512."""
+    """MSLK's `test_forward_gqa`: two groups of 16 heads; every bias with one query, the widest window with 512."""
 
     def case(mask_class, q_len, batch):
         q_shape, k_shape = (batch, q_len, 2, 16, 128), (batch, 512, 2, 1, 128)
@@ -218,8 +216,7 @@ def gqa():
             return cases.Case(f"{mask_class}-{q_len}", None, {}, q_shape, k_shape, bias_shape=bias, magnitude=3.0)
         return masked(mask_class, batch, q_len, 512, (2, 16), 128, "float16", k_heads=(2, 1))
 
-    many = ("none", CLASSES[2])
-    return [*(case(c, 1, 3) for c in ("none", "bias", *CLASSES)), *(case(c, 512, 1) for c in many)]
+    return [*(case(c, 1, 3) for c in ("none", "bias", *CLASSES)), case(CLASSES[2], 512, 1)]
 
 
 def splitk():
@@ -257,7 +254,6 @@ def decoder():
     return [
         decoder_case(None, 16, 32, 8, "bfloat16", 1),
         decoder_case(1, 16, 4096, 1, "float16", 2),
-        decoder_case(2, 16, 32, 8, "float16", 2),
         decoder_case(2, 16, 4096, 1, "bfloat16", 1),
     ]
 
@@ -464,7 +460,7 @@ def check_fp8_sqnr(frontend, *shape):
     has 27 to 28 on these numbers, also in float64 (`oracle.fp8_attend`).
     """
     outs = fp8_outputs(frontend, *shape)
-    signal = outs.pop("baseline")
+    signal = outs["baseline"]
     for name, least in FP8_LEAST_DB.items():
         noise = ((signal - outs[name]) ** 2).mean()
         assert 10 * np.log10((signal**2).mean() / noise) >= least, name

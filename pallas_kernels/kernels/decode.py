@@ -75,7 +75,7 @@ class Decode:
         freed = plgpu.Barrier(num_barriers=self.stages)
         out_dtype = jnp.float32 if self.split else self.out_dtype
         scratch = dict(
-            q_rows=plgpu.SMEM((ROWS, self.head_dim), dtype),
+            q_rows=plgpu.SMEM((ROWS, max(self.head_dim, 64)), dtype),  # a copy's target lies at a multiple of 128 bytes
             q=_compat.tiled((ROWS, self.head_dim), dtype),
             k=_compat.tiled(tile, dtype),
             v=_compat.tiled(tile, dtype),
@@ -225,10 +225,10 @@ class _Block:
 
     def _load_query(self, token: Any, head: Any) -> None:
         """The group's rows, one copy each: any group, and no byte beyond it. The other rows become zero."""
-        raw = self.smem["q_rows"]
+        raw, filled = self.smem["q_rows"].at[:, pl.ds(0, self.cfg.head_dim)], self.smem["q_filled"]
         for g in range(self.cfg.group):
-            plgpu.copy_gmem_to_smem(self.q.at[token, head, pl.ds(g, 1)], raw.at[pl.ds(g, 1)], self.smem["q_filled"])
-        plgpu.barrier_wait(self.smem["q_filled"])
+            plgpu.copy_gmem_to_smem(self.q.at[token, head, pl.ds(g, 1)], raw.at[pl.ds(g, 1)], filled)
+        plgpu.barrier_wait(filled)
         rows = plgpu.load(raw, layout=plgpu.Layout.WGMMA, optimized=False)
         index = plgpu.broadcasted_iota(jnp.int32, rows.shape, 0, layout=plgpu.Layout.WGMMA)
         self.smem["q"][...] = jnp.where(index < self.cfg.group, rows, jnp.zeros_like(rows))
