@@ -52,7 +52,7 @@ def main(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.child:
         everything = {c.name: c for c in (*configs.default(), *configs.quick(), *configs.full())}
-        return runner.serve(arguments.child, arguments.emit, lambda name: one(everything[name]))
+        return runner.serve(arguments.child, arguments.emit, lambda name, at: one(everything[name], at))
     if not table:
         print(f"benchmarks check: no call is named {' '.join(arguments.configs)}", file=sys.stderr)
         return 2
@@ -76,12 +76,17 @@ def main(arguments: argparse.Namespace) -> int:
 # ------------------------------------------------------------------------------------------------ one call
 
 
-def one(config: Config, device: str = "cuda", backend: str = "hopper") -> runner.Result:
+def one(
+    config: Config, at: runner.At = lambda step: None, device: str = "cuda", backend: str = "hopper"
+) -> runner.Result:
     """Run one call from both front ends and say what is missed. On the CPU no kernel is counted."""
     case = inputs.of_config(config, device=device)
     want = [reference.attention(*sequence, causal=config.causal) for sequence in case.sequences]
     result: runner.Result = {"misses": []}
-    found = {"torch": _torch(case, backend), "jax": _jax(case, backend, result, count=device == "cuda")}
+    at("torch")
+    found = {"torch": _torch(case, backend)}
+    at("jax")
+    found["jax"] = _jax(case, backend, result, count=device == "cuda")
     for front_end, (out, lse) in found.items():
         error, lse_error, misses = errors(config, case, want, out, lse)
         result |= {f"{front_end}_error": error, f"{front_end}_lse_error": lse_error}

@@ -50,7 +50,7 @@ def main(arguments: argparse.Namespace) -> int:
     repeat = max(1, arguments.repeat)
     if arguments.child:
         everything = {row.name: row for row in rows.DECODE}
-        one = lambda name: measure(everything[name], names, repeat).to_json()  # noqa: E731
+        one = lambda name, at: measure(everything[name], names, repeat, at).to_json()  # noqa: E731
         return runner.serve(arguments.child, arguments.emit, one)
     options = ["--repeat", str(repeat)]
     if arguments.peers:
@@ -127,15 +127,16 @@ class _Contestant:
         return timing.host_us(lambda: self.call(*arguments), wait)
 
 
-def measure(row: Row, names: Sequence[str], repeat: int) -> RowResult:
+def measure(
+    row: Row, names: Sequence[str], repeat: int, at: runner.At = lambda step: None, device: str = "cuda"
+) -> RowResult:
     """Check and time the named implementations on a row."""
     import torch
 
     result = RowResult(row, timing.copy_tb_s())
     torch.cuda.empty_cache()  # JAX allocates from the same card
-    l2_bytes = max(timing.L2_BYTES, torch.cuda.get_device_properties(0).L2_cache_size)
-    result.sets = 1 if row.host else timing.sets_needed(row.kv_bytes, l2_bytes)
-    torch_sets = [inputs.of_row(row, seed) for seed in range(result.sets)]
+    result.sets = 1 if row.host else timing.sets_needed(row.kv_bytes)
+    torch_sets = [inputs.of_row(row, seed, device) for seed in range(result.sets)]
     want = [_expected(given).cpu() for given in torch_sets]
     torch.cuda.empty_cache()
     shared: list[inputs.Dense] = []
@@ -149,6 +150,7 @@ def measure(row: Row, names: Sequence[str], repeat: int) -> RowResult:
     for name in names:
         found = result.measurements[name] = Measurement()
         adapter = peers.adapter(name)
+        at(name)
         found.note = adapter.available() or adapter.refuses(row)
         if found.note is not None:
             continue
@@ -166,6 +168,7 @@ def measure(row: Row, names: Sequence[str], repeat: int) -> RowResult:
     for _ in range(repeat):
         for name, contestant in list(ready.items()):
             found = result.measurements[name]
+            at(f"timing {name}")
             try:
                 us, found.kernels = contestant.time()
                 found.repeats.append(us)

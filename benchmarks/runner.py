@@ -1,8 +1,8 @@
 """Named pieces of work in child processes, so that a hang or a crash costs one piece.
 
-A child is this same command with `--child NAMES --emit FILE`; it appends one JSON line when it starts a piece and one
-when it has its result. A child that dies, or gives no sign for `timeout` seconds, fails the piece it was at; the rest
-goes to a new child. So does what follows an exception, which may have left the CUDA context unusable.
+A child is this same command with `--child NAMES --emit FILE`; it appends a JSON line for each step and each result. A
+child that dies, or gives no sign for `timeout` seconds, fails the piece it was at; the rest goes to a new child. So
+does what follows an exception, which may have left the CUDA context unusable.
 """
 
 from __future__ import annotations
@@ -24,12 +24,17 @@ from typing import Any
 
 Result = dict[str, Any]
 """What a piece gives; {"failed": text} where it gave nothing."""
+At = Callable[[str], None]
+"""A sign of life: what the piece is at now."""
+PROGRAM = (sys.executable, "-m", "benchmarks")
 ROOT = Path(__file__).resolve().parents[1]
 _AFTER_EXCEPTION = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser, timeout: float) -> None:
-    parser.add_argument("--timeout", type=float, default=timeout, metavar="S", help=f"for each one, default {timeout}")
+    parser.add_argument(
+        "--timeout", type=float, default=timeout, metavar="S", help=f"without a sign of life, default {timeout:g}"
+    )
     parser.add_argument("--child", nargs="+", default=None, help=argparse.SUPPRESS)
     parser.add_argument("--emit", type=Path, default=None, help=argparse.SUPPRESS)
 
@@ -37,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser, timeout: float) -> None:
 # ------------------------------------------------------------------------------------------------ the child
 
 
-def serve(names: Sequence[str], emit: Path, one: Callable[[str], Result]) -> int:
-    """The child's side: `one(name)` for each name."""
+def serve(names: Sequence[str], emit: Path, one: Callable[[str, At], Result]) -> int:
+    """The child's side: `one(name, at)` for each name."""
     with emit.open("a") as file:
 
         def say(**line: Any) -> None:
@@ -46,9 +51,9 @@ def serve(names: Sequence[str], emit: Path, one: Callable[[str], Result]) -> int
             file.flush()
 
         for name in names:
-            say(start=name)
+            say(at="start")
             try:
-                result = one(name)
+                result = one(name, lambda step: say(at=step))
             except Exception as error:
                 traceback.print_exc()
                 say(name=name, result={"failed": brief(error)})
@@ -75,6 +80,7 @@ def run(
     per_child: int | None,
     jobs: int = 1,
     report: Callable[[str, Result], None] = lambda name, result: None,
+    program: Sequence[str] = PROGRAM,
 ) -> dict[str, Result]:
     """Every name's result, in the order given; `report` is called as they come, by one thread.
 
@@ -88,7 +94,8 @@ def run(
         try:
             while left and not stop.is_set():
                 mine = left if per_child is None else left[:per_child]
-                served = _child(mine, [command, *options], timeout, lambda *pair: arrived.put(pair), stop)
+                line = [*program, command, *options]
+                served = _child(mine, line, timeout, lambda *pair: arrived.put(pair), stop)
                 left = left[served:]
         finally:
             arrived.put(None)
@@ -122,29 +129,30 @@ def _child(
     with tempfile.TemporaryDirectory() as folder:
         emit, log = Path(folder) / "emit", Path(folder) / "log"
         emit.touch()
-        line = [sys.executable, "-m", "benchmarks", *command, "--emit", str(emit), "--child", *names]
+        line = [*command, "--emit", str(emit), "--child", *names]
         with log.open("wb") as output, emit.open() as events:
             process = subprocess.Popen(
                 line, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
-            served, partial, heard, why = 0, "", time.monotonic(), None
+            served, partial, heard, step, killed = 0, "", time.monotonic(), "start", False
             while True:
                 ended = process.poll() is not None
                 partial += events.read()
                 *lines, partial = partial.split("\n")
                 for event in map(json.loads, lines):
-                    heard = time.monotonic()
+                    heard, step = time.monotonic(), event.get("at", step)
                     if "result" in event:
                         served += 1
                         arrived(event["name"], event["result"])
                 if ended:
                     break
                 if stop.is_set() or time.monotonic() - heard > timeout:
-                    why = f"no result within {timeout:g} s"
+                    killed = True
                     _kill(process)
                 time.sleep(0.1)
         if served < len(names) and (process.returncode != _AFTER_EXCEPTION or served == 0):
-            arrived(names[served], {"failed": why or _ending(process.returncode, log)})
+            ending = f"no sign for {timeout:g} s" if killed else _ending(process.returncode, log)
+            arrived(names[served], {"failed": f"at {step}: {ending}"})
             served += 1
     return served
 
