@@ -11,6 +11,7 @@ import argparse
 import fnmatch
 import math
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,14 +84,25 @@ def one(
     case = inputs.of_config(config, device=device)
     want = [reference.attention(*sequence, causal=config.causal) for sequence in case.sequences]
     result: runner.Result = {"misses": []}
-    at("torch")
-    found = {"torch": _torch(case, backend)}
-    at("jax")
-    found["jax"] = _jax(case, backend, result, count=device == "cuda")
-    for front_end, (out, lse) in found.items():
-        error, lse_error, misses = errors(config, case, want, out, lse)
-        result |= {f"{front_end}_error": error, f"{front_end}_lse_error": lse_error}
+    front_ends = {
+        "torch": lambda: _torch(case, backend),
+        "jax": lambda: _jax(case, backend, result, count=device == "cuda"),
+    }
+    found = {}
+    for front_end, call in front_ends.items():
+        at(front_end)
+        try:
+            out, lse = found[front_end] = call()
+        except Exception as error:
+            traceback.print_exc()
+            result["misses"].append(f"{front_end}: {runner.brief(error)}")
+            result[runner.RAISED] = True
+            continue
+        off, lse_off, misses = errors(config, want, out, lse)
+        result |= {f"{front_end}_error": off, f"{front_end}_lse_error": lse_off}
         result["misses"] += [f"{front_end}: {miss}" for miss in misses]
+    if len(found) < len(front_ends):
+        return result
     for n, what in enumerate(("out", "lse")):
         a, b = (_bits(found[front_end][n]) for front_end in ("jax", "torch"))
         differing = int((a != b).sum())
@@ -172,7 +184,7 @@ def _bits(x: np.ndarray) -> np.ndarray:
 
 
 def errors(
-    config: Config, case: inputs.Case, want: list[tuple[Any, Any]], out: np.ndarray, lse: np.ndarray
+    config: Config, want: list[tuple[Any, Any]], out: np.ndarray, lse: np.ndarray
 ) -> tuple[float, float, list[str]]:
     """(the worst sequence's relative error, the LSE's worst absolute error, what is out of tolerance)."""
     import torch

@@ -137,18 +137,24 @@ def _size(count: int) -> str:
 # -------------------------------------------------------------------------------------------------- check
 
 
+def _error(error: float | None) -> str:
+    return f"{'-':>7}" if error is None else f"{error:7.1e}"
+
+
 def check_head(width: int) -> str:
     return f"{'call':{width}}  {'jax':>7}  {'torch':>7}  {'lse':>7}  {'bits':>6}  kernels"
 
 
 def check_line(name: str, result: Mapping[str, Any], width: int) -> str:
-    """One call: errors of the output from both, the worse LSE error, equal bits, kernels of launches."""
+    """One call: errors of the output from both, the worse LSE error, equal bits, kernels seen of those expected."""
     if result.get("failed"):
         return f"{name:{width}}  FAILED {result['failed']}"
-    lse = max(result["jax_lse_error"], result["torch_lse_error"])
-    bits = "equal" if not (result["out_bits_differ"] or result["lse_bits_differ"]) else "DIFFER"
+    jax, torch = (_error(result.get(f"{front_end}_error")) for front_end in ("jax", "torch"))
+    lses = [result[key] for key in ("jax_lse_error", "torch_lse_error") if key in result]
+    differ = [result[key] for key in ("out_bits_differ", "lse_bits_differ") if key in result]
+    bits = "-" if not differ else "DIFFER" if any(differ) else "equal"
     kernels = f"{len(result['kernels'])} of {result['launches']}" if "kernels" in result else "-"
-    line = f"{name:{width}}  {result['jax_error']:7.1e}  {result['torch_error']:7.1e}  {lse:7.1e}  {bits:>6}  {kernels}"
+    line = f"{name:{width}}  {jax}  {torch}  {_error(max(lses, default=None))}  {bits:>6}  {kernels}"
     return "\n".join([line, *(f"{'':{width}}  MISS {miss}" for miss in result["misses"])])
 
 

@@ -28,6 +28,8 @@ At = Callable[[str], None]
 """A sign of life: what the piece is at now."""
 PROGRAM = (sys.executable, "-m", "benchmarks")
 ROOT = Path(__file__).resolve().parents[1]
+RAISED = "raised"
+"""Set in a result, it asks for a new child: an exception was caught in the piece."""
 _AFTER_EXCEPTION = 3
 
 
@@ -58,7 +60,10 @@ def serve(names: Sequence[str], emit: Path, one: Callable[[str, At], Result]) ->
                 traceback.print_exc()
                 say(name=name, result={"failed": brief(error)})
                 return _AFTER_EXCEPTION
+            ends = result.pop(RAISED, False)
             say(name=name, result=result)
+            if ends:
+                return _AFTER_EXCEPTION
     return 0
 
 

@@ -95,5 +95,6 @@ def copy_tb_s() -> float:
 
     source = torch.empty(COPY_BYTES // 4, dtype=torch.int32, device="cuda").random_()
     target = torch.empty_like(source)
+    torch.cuda.synchronize()  # the graph is captured on another stream
     us = torch_us(target.copy_, [(source,)])
     return 2 * COPY_BYTES / us / 1e6

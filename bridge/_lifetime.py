@@ -8,11 +8,11 @@ streams have passed the point of the release (`Keeper`):
 
 * memory of JAX seen from torch: an event is recorded on the streams that may read it;
 * memory of torch seen from JAX, whose stream cannot be had: a tiny computation is queued behind all others of the
-  device. XLA calls the deleter as soon as the last computation that reads the memory is *enqueued*.
+  device. (XLA may call the deleter as soon as the last computation that reads the memory is *enqueued*.)
 
-No thread waits: `Keeper.sweep`, called at every exchange on CUDA, looks at the oldest release of every stream. Memory
-that was released while its stream was busy therefore stays until the next exchange after the stream has passed; at
-exit it is left to the operating system.
+No thread waits. `Keeper.sweep`, called at every exchange on CUDA, looks at the oldest release of every stream. So
+memory of JAX that was released while its stream was busy, and all of torch's, stays until the next exchange or two
+after the GPU has passed: never more than was in use, and queued, at once. At exit it is left to the operating system.
 
 A deleter runs in any thread, within garbage collection and while a graph is captured. So nothing here takes a lock,
 and CUDA is called through its driver API, with which one thread's calls leave a capture in another undisturbed.
@@ -42,6 +42,16 @@ class Stream(NamedTuple):
     handle: int
 
 
+class _Kept(NamedTuple):
+    release: Release
+    streams: frozenset[Stream]
+    missing: list[Stream]  # where nothing is recorded yet
+    events: list[Passed]
+
+    def passed(self) -> bool:
+        return all(passed() for passed in self.events)
+
+
 class Keeper:
     """The releases that wait for the GPU.
 
@@ -59,20 +69,20 @@ class Keeper:
     ) -> None:
         self._current, self._record, self._fence = current, record, fence
         self._exports: dict[object, tuple[int, set[Stream]]] = {}  # of live tensors over JAX memory: address, readers
-        self._waiting: dict[frozenset[Stream] | int, deque[tuple[Passed, Release]]] = {}  # an int: JAX on that device
-        self._unrecorded: deque[tuple[frozenset[Stream], Release]] = deque()
-        self._unfenced: dict[int, deque[Release]] = {}
+        self._waiting: dict[frozenset[Stream], deque[_Kept]] = {}  # in order, for each set of streams
+        self._unrecorded: deque[_Kept] = deque()
+        self._unfenced: dict[int, deque[Release]] = {}  # torch memory that JAX released, by device
+        self._fenced: dict[int, deque[tuple[Passed, list[Release]]]] = {}
 
     def exported(self, capsule: Any, address: int, stream: Stream) -> Any:
-        """The capsule of JAX memory at an address for torch, which reads it on `stream` or the stream of the release."""
+        """The capsule of JAX memory at an address for torch, which reads it on `stream` or where it is released."""
         key, streams = object(), {stream}
 
         def released(release: Release) -> None:
             self._exports.pop(key, None)
-            try:
+            with contextlib.suppress(Exception):  # the keeping must not fail
                 streams.add(self._current(stream.device))
-            finally:
-                self.release_after(streams, release)
+            self.release_after(streams, release)
 
         self._exports[key] = address, streams
         return replace_deleter(capsule, released)
@@ -88,50 +98,57 @@ class Keeper:
             streams.add(stream)
         return bool(found)
 
-    def release_after(self, streams: set[Stream] | frozenset[Stream], release: Release) -> None:
+    def release_after(self, streams: set[Stream], release: Release) -> None:
         """Calls `release` once the streams have passed this point: now, or in a later sweep."""
-        streams = frozenset(streams)
-        try:
-            points = [self._record(stream) for stream in streams]
-        except Exception:  # the keeping must not fail: try again in the next sweep
-            points = [None]
-        events = [passed for passed in points if passed is not None]
-        if len(events) < len(points):
-            self._unrecorded.append((streams, release))
-        elif all(passed() for passed in events):
-            release()
+        self._keep(_Kept(release, frozenset(streams), list(streams), []))
+
+    def _keep(self, kept: _Kept) -> None:
+        for stream in list(kept.missing):
+            with contextlib.suppress(Exception):  # the keeping must not fail
+                if (passed := self._record(stream)) is not None:
+                    kept.events.append(passed)
+                    kept.missing.remove(stream)
+        if kept.missing:
+            self._unrecorded.append(kept)
+        elif kept.passed():
+            kept.release()
         else:
-            passed = events[0] if len(events) == 1 else lambda: all(passed() for passed in events)
-            self._waiting.setdefault(streams, deque()).append((passed, release))
+            self._waiting.setdefault(kept.streams, deque()).append(kept)
 
     def sweep(self) -> None:
         """Gives back what the GPU has passed. Never waits for it."""
         for _ in range(len(self._unrecorded)):
-            if item := _pop(self._unrecorded):
-                self.release_after(*item)
+            if (kept := _pop(self._unrecorded)) is not None:
+                self._keep(kept)
         for waiting in list(self._waiting.values()):
-            while item := _pop(waiting):
-                passed, release = item
-                if not passed():  # nor have those behind it
-                    waiting.appendleft(item)
+            while (kept := _pop(waiting)) is not None:
+                if not kept.passed():  # nor have those behind it
+                    waiting.appendleft(kept)
                     break
-                release()
+                kept.release()
         for device, unfenced in list(self._unfenced.items()):
-            if unfenced and not self._waiting.get(device):  # one fence at a time
-                releases = []
-                while release := _pop(unfenced):
-                    releases.append(release)
-                try:
-                    passed = self._fence(device)
-                except BaseException:
-                    unfenced.extend(releases)
-                    raise
-                everything = functools.partial(_call_all, releases)
-                self._waiting.setdefault(device, deque()).append((passed, everything))
+            self._sweep_jax(device, unfenced, self._fenced.setdefault(device, deque()))
+
+    def _sweep_jax(self, device: int, unfenced: deque[Release], fenced: deque[tuple[Passed, list[Release]]]) -> None:
+        if (batch := _pop(fenced)) is not None:
+            passed, releases = batch
+            if not passed():  # one fence at a time, so that they never fill JAX's queue
+                fenced.append(batch)
+                return
+            for release in releases:
+                release()
+        releases = list(iter(functools.partial(_pop, unfenced), None))
+        if releases:
+            try:
+                fenced.append((self._fence(device), releases))
+            except BaseException:
+                unfenced.extend(releases)
+                raise
 
     def __len__(self) -> int:
-        """How many releases, or batches of them fenced together, are waiting."""
-        return len(self._unrecorded) + sum(map(len, [*self._waiting.values(), *self._unfenced.values()]))
+        """How many releases, or batches of them under one fence, are waiting."""
+        queues: list[deque[Any]] = [*self._waiting.values(), *self._unfenced.values(), *self._fenced.values()]
+        return len(self._unrecorded) + sum(len(queue) for queue in queues)
 
 
 def _pop(queue: deque[Any]) -> Any:
@@ -139,11 +156,6 @@ def _pop(queue: deque[Any]) -> Any:
         return queue.popleft()
     except IndexError:  # empty, or another thread was faster
         return None
-
-
-def _call_all(releases: list[Release]) -> None:
-    for release in releases:
-        release()
 
 
 def jax_fence(device: jax.Device) -> Passed:
@@ -196,9 +208,7 @@ _is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)((
 _pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
 )
-_set_name = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
-    ("PyCapsule_SetName", ctypes.pythonapi)
-)
+_set_name = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_SetName", ctypes.pythonapi))
 _set_destructor = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p)(
     ("PyCapsule_SetDestructor", ctypes.pythonapi)
 )
@@ -216,7 +226,7 @@ _exiting = False
 
 
 def replace_deleter(capsule: Any, released: Callable[[Release], object]) -> Any:
-    """A capsule of the same tensor whose last release calls `released(release)`; `release()` is the given one's deleter.
+    """A capsule of the same tensor whose deleter calls `released(release)`, where `release()` is the producer's own.
 
     The given capsule is used up. `released` runs in any thread, within garbage collection too. If nothing has consumed
     the result, `discard` it.
@@ -303,7 +313,7 @@ class _Event:
 
     def passed(self) -> bool:
         if self.handle:
-            with _entered(self.device) as cuda:
+            with contextlib.suppress(RuntimeError), _entered(self.device) as cuda:
                 if cuda.cuEventQuery(self.handle) == _SUCCESS:
                     cuda.cuEventDestroy_v2(self.handle)
                     self.handle = ctypes.c_void_p()

@@ -1,4 +1,4 @@
-"""The benchmark harness on a machine without a GPU: its command line, its tables, its runner, and its own references."""
+"""The benchmark harness on a machine without a GPU: command line, tables, runner, references."""
 
 import dataclasses
 import itertools
@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import check, configs, decode, inputs, peers, reference, report, rows, runner, timing
+from benchmarks import check, configs, decode, inputs, machine, peers, reference, report, rows, runner, timing
+from benchmarks.__main__ import main
 from benchmarks.report import Measurement, RowResult
 from benchmarks.rows import Row
 
@@ -91,7 +92,8 @@ def test_rates():
 
 @pytest.fixture
 def results():
-    timed = Measurement(us=251.0, repeats=[250.0, 251.0, 252.0], error=1e-3, kernels=[("decode", 249.0), ("merge", 2.0)])
+    kernels = [("decode", 249.0), ("merge", 2.0)]
+    timed = Measurement(us=251.0, repeats=[250.0, 251.0, 252.0], error=1e-3, kernels=kernels)
     first = RowResult(
         Row(32, 8192, 32, 8),
         4.27,
@@ -150,14 +152,18 @@ def _listed(measurement):
     return dataclasses.replace(measurement, kernels=None if kernels is None else [list(kernel) for kernel in kernels])
 
 
+FINE = {"jax_error": 1e-3, "torch_error": 2e-3, "jax_lse_error": 1e-6, "torch_lse_error": 3e-6, "misses": []}
+FINE |= {"out_bits_differ": 0, "lse_bits_differ": 0, "kernels": ["a", "b"], "launches": 2}
+
+
 def test_check_line():
-    fine = {"jax_error": 1e-3, "torch_error": 2e-3, "jax_lse_error": 1e-6, "torch_lse_error": 3e-6, "misses": []}
-    fine |= {"out_bits_differ": 0, "lse_bits_differ": 0, "kernels": ["a", "b"], "launches": 2}
-    line = report.check_line("some-call", fine, 12)
+    line = report.check_line("some-call", FINE, 12)
     assert line.split() == ["some-call", "1.0e-03", "2.0e-03", "3.0e-06", "equal", "2", "of", "2"]
     assert len(line.split("equal")[0]) == len(report.check_head(12).split(" bits")[0])
-    wrong = report.check_line("some-call", fine | {"lse_bits_differ": 3, "misses": ["lse: 3 of 8 differ"]}, 12)
+    wrong = report.check_line("some-call", FINE | {"lse_bits_differ": 3, "misses": ["lse: 3 of 8 differ"]}, 12)
     assert "DIFFER" in wrong and wrong.endswith("MISS lse: 3 of 8 differ")
+    half = {"jax_error": 1e-3, "jax_lse_error": 1e-6, "misses": ["torch: no"], "kernels": [], "launches": 1}
+    assert report.check_line("some-call", half, 12).splitlines()[0].split()[2:] == ["-", "1.0e-06", "-", "0", "of", "1"]
     assert "FAILED at jax: SIGSEGV" in report.check_line("some-call", {"failed": "at jax: SIGSEGV"}, 12)
 
 
@@ -179,7 +185,7 @@ def one(name, at):
         time.sleep(600)
     if name == "raise":
         raise ValueError("first line\\nsecond line")
-    return {"pid": os.getpid()}
+    return {"pid": os.getpid(), **({"raised": True} if name == "a" else {})}
 
 start = sys.argv.index("--child")
 sys.exit(runner.serve(sys.argv[start + 1 :], Path(sys.argv[start - 1]), one))
@@ -210,6 +216,7 @@ def test_a_failure_costs_one_piece(per_child, jobs, tmp_path):
     children = {results[name]["pid"] for name in "abcd"}
     if jobs == 1:
         assert len(children) == 4  # after each failure, and with per_child=1 always, a new one
+    assert "raised" not in results["a"]
 
 
 # ------------------------------------------------------------------------------------- references and inputs
@@ -277,7 +284,7 @@ def test_check_sees_what_is_wrong(spoil):
     want = [reference.attention(*sequence) for sequence in case.sequences]
     out = torch.cat([o for o, _ in want]).float().numpy()
     lse = torch.cat([l for _, l in want]).float().numpy()
-    assert check.errors(config, case, want, out, lse)[2] == []
+    assert check.errors(config, want, out, lse)[2] == []
     where = config.lengths().index({"empty": 0}.get(spoil, config.keys))
     if spoil in ("out", "nan"):
         out[where, 3] *= 2 if spoil == "out" else np.nan
@@ -285,8 +292,17 @@ def test_check_sees_what_is_wrong(spoil):
         lse[where, 3] += 1e-2
     else:
         out[where, 3, 5] = 1.0
-    misses = check.errors(config, case, want, out, lse)[2]
+    misses = check.errors(config, want, out, lse)[2]
     assert len(misses) == 1 and f"sequence {where} ({config.lengths()[where]} keys)" in misses[0]
+
+
+def test_check_without_a_front_end(monkeypatch):
+    def torch_fails(*arguments):
+        raise ValueError("not here")
+
+    monkeypatch.setattr(check, "_torch", torch_fails)
+    result = check.one(configs.quick()[0], device="cpu", backend="chunked")
+    assert result["misses"] == ["torch: ValueError: not here"] and result["jax_error"] < 5e-3 and result["raised"]
 
 
 # ------------------------------------------------------------------------------------------------- one row
@@ -339,6 +355,61 @@ def test_only_what_is_right_is_timed(fake_card):
     ]
     assert result.sets == timing.sets_needed(SMALL.kv_bytes) and "timing right" in steps
     assert json.loads(json.dumps(result.to_json()))["measurements"]["right"]["tb_s"] == SMALL.kv_bytes / 12 / 1e6
+
+
+def test_a_jax_implementation(fake_card, monkeypatch):
+    import jax
+
+    def adapter(name):
+        return types.SimpleNamespace(
+            FRAMEWORK="jax",
+            available=lambda: None,
+            refuses=lambda row: None,
+            prepare=lambda row, given: given[:3],
+            run=jax.nn.dot_product_attention,
+        )
+
+    monkeypatch.setattr(peers, "adapter", adapter)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(timing, "jax_kernels", lambda call, sets: (None, [[("a", 3.0), ("b", 1.0)]]))
+    found = decode.measure(SMALL, ["some"], 2, device="cpu").measurements["some"]
+    assert found.repeats == [4.0, 4.0] and found.kernels == [("a", 3.0), ("b", 1.0)] and found.error < 5e-3
+
+
+@pytest.fixture
+def fake_children(monkeypatch, results):
+    """The commands with a card and children that need none."""
+    monkeypatch.setattr(machine, "refusal", lambda: None)
+
+    def run(names, command, options, *, report, **_):
+        given = {name: {"failed": "at start: SIGSEGV"} for name in names}
+        given |= {r.row.name: r.to_json() for r in results if r.row.name in names and not r.failed}
+        given |= {name: {**FINE, "misses": []} for name in list(names)[:2] if command == "check"}
+        for name in names:
+            report(name, given[name])
+        return given
+
+    monkeypatch.setattr(runner, "run", run)
+
+
+def test_decode_from_end_to_end(fake_children, tmp_path, capsys):
+    assert main(["decode", "--rows", "b1-256-*", "--json", str(tmp_path)]) == 0
+    printed = capsys.readouterr()
+    assert "| 1 x 256, 32/8, D 128 | 1 MB | 5.0 (0.21, 5 %) |" in printed.out
+    assert printed.err == "b1-256-32-8-d128: pallas_jax 5.0 us, pallas_torch 6.0 us\n"
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".md"]
+    assert main(["decode", "--rows", "b32-8192-*", "b1-8192-*", "--json", str(tmp_path)]) == 1  # one has no time
+    assert main(["decode", "--rows", "none-such"]) == 2
+
+
+def test_check_from_end_to_end(fake_children, tmp_path, capsys):
+    names = [c.name for c in configs.quick()]
+    assert main(["check", "--configs", *names[:2], "--json", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-2] == "2 of 2 right"
+    assert json.loads(next(tmp_path.iterdir()).read_text())["configs"].keys() == set(names[:2])
+    assert main(["check", "--quick"]) == 1
+    assert "2 of 6 right; missed: " in capsys.readouterr().out
+    assert main(["check", "--configs", "none-such"]) == 2
 
 
 def test_adapters_keep_their_contract():

@@ -485,19 +485,21 @@ def test_to_jax_refuses_tensors_of_a_transform():
         torch.vmap(lambda t: to_torch(to_jax(t)))(torch.ones(4, 16))
 
 
-def test_cuda_is_refused_with_the_way_out(monkeypatch):
+def test_other_devices_are_refused_with_the_way_out(monkeypatch):
     with FakeTensorMode():
-        tensor = torch.empty(8, device="cuda")
+        tensor = torch.empty(8, device="xpu")
     for call in (to_jax, partial(to_jax, copy=True), partial(record_stream, stream=None)):
-        with pytest.raises(UnsupportedError, match=r"CUDA.*not provided in this version.*tensor\.cpu\(\)") as error:
+        with pytest.raises(UnsupportedError, match=r"'xpu'.*CPU and on CUDA only.*tensor\.cpu\(\)") as error:
             call(tensor)
         assert isinstance(error.value, NotImplementedError) and isinstance(error.value, ValueError)
 
     array = jnp.ones(8)
-    monkeypatch.setattr(type(array), "devices", lambda self: [SimpleNamespace(platform="gpu")])
-    for call in (to_torch, partial(to_torch, copy=True), partial(record_stream, stream=None)):
-        with pytest.raises(UnsupportedError, match=r"CUDA.*not provided in this version.*jax\.device_put"):
-            call(array)
+    rocm = SimpleNamespace(platform="gpu", client=SimpleNamespace(platform_version="rocm 7"))
+    for device in (rocm, SimpleNamespace(platform="tpu")):
+        monkeypatch.setattr(type(array), "devices", lambda self, device=device: [device])
+        for call in (to_torch, partial(to_torch, copy=True), partial(record_stream, stream=None)):
+            with pytest.raises(UnsupportedError, match=rf"'{device.platform}'.*CPU and on CUDA only.*jax\.device_put"):
+                call(array)
 
 
 @pytest.mark.parametrize("copy", [None, False, True])
