@@ -249,14 +249,12 @@ def replace_deleter(capsule: Any, released: Callable[[Release], object]) -> Any:
 
 
 def discard(capsule: Any) -> None:
-    """Releases what `replace_deleter` gave at once, if it was never consumed."""
+    """Drops what `replace_deleter` gave, as its consumer would have, if there never was one."""
     name = _name(capsule)
     if name is not None:
         copy = _pointer(capsule, name)
         _set_name(capsule, _USED[name])
-        _, _, release = _live.pop(copy)
-        _c.free(copy)
-        release()
+        _drop(copy)
 
 
 def _name(capsule: Any) -> bytes | None:
@@ -268,13 +266,13 @@ def _delete(deleter: int | None, address: int) -> None:
         _DeleterType(deleter)(address)
 
 
-@_DeleterType
-def _deleter(copy: int) -> None:
+def _drop(copy: int) -> None:
     _, released, release = _live.pop(copy)
     _c.free(copy)
     released(release)
 
 
+_deleter = _DeleterType(_drop)
 _DELETER = ctypes.cast(_deleter, ctypes.c_void_p).value
 
 

@@ -6,13 +6,14 @@ import functools
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from pallas_kernels import attention, dispatch
 from pallas_kernels.errors import FallbackWarning, UnsupportedError
 from pallas_kernels.problem import Layout, Operands, Problem
+from pallas_kernels.program import pieces, target_of
 
 from . import _call, launch
 
@@ -36,19 +37,32 @@ def answer(
             return out.reshape(layout.out), lse.reshape(layout.lse)
         if backend == "auto":
             _warn_once(why)
+    elif backend == "auto":
+        backend = "chunked"  # the tensors' device decides, not what else there is
     return _call.run(lambda *arrays: attention.run(*build(*arrays), backend), *arguments)
 
 
-def serving(build: Build, arguments: tuple[Any, ...], static: Hashable, backend: str, tensors: Tensors) -> str:
-    """The backend that serves a call; raises what the call would."""
-    if not arguments[0].is_cuda:
-        chosen: list[str] = []
+class Served(NamedTuple):
+    """Who answers a call, and into how many pieces it cuts each sequence's keys."""
+
+    backend: str
+    splits: int
+
+
+def serving(build: Build, arguments: tuple[Any, ...], static: Hashable, backend: str, tensors: Tensors) -> Served:
+    """What serves a call; raises what the call would."""
+    if arguments[0].is_cuda:
+        problem, _ = _described(build, arguments, static)
+        if _launch_reasons(problem, arguments, tensors, backend) is None:
+            return Served("hopper", pieces(problem, launch.target(arguments[0].device.index)))
+        chosen = dispatch.choose(problem, backend)
+    else:
+        problems: list[Problem] = []
         with torch.no_grad():
-            _call.run(lambda *arrays: chosen.append(dispatch.choose(build(*arrays)[0], backend)), *arguments)
-        return chosen[0]
-    problem, _ = _described(build, arguments, static)
-    why = _launch_reasons(problem, arguments, tensors, backend)
-    return "hopper" if why is None else dispatch.choose(problem, backend)
+            _call.run(lambda *arrays: problems.append(build(*arrays)[0]), *arguments)
+        problem = problems[0]
+        chosen = dispatch.choose(problem, "chunked" if backend == "auto" else backend)
+    return Served(chosen, pieces(problem, target_of(chosen)) if chosen in ("hopper", "interpret") else 1)
 
 
 _normalised: OrderedDict[Hashable, tuple[Problem, Layout]] = OrderedDict()

@@ -13,7 +13,7 @@ from pallas_kernels.errors import UnsupportedError
 from pallas_kernels.masks import NormalForm
 from pallas_kernels.problem import MaskParts, Problem, build
 
-from . import _route, launch
+from . import _route
 from ._call import jax_dtype, run
 from .fmha import attn_bias as biases
 
@@ -106,9 +106,8 @@ def merge_attentions(
     return run(merge, attn_split, lse_split)
 
 
-def served_by(*arguments: Any, **keywords: Any) -> str:
-    """The backend that serves this call of `memory_efficient_attention`; raises what the call would, computes nothing.
-    """
+def served_by(*arguments: Any, **keywords: Any) -> _route.Served:
+    """(backend, splits) of this call of `memory_efficient_attention`; raises what the call would, computes nothing."""
     call = inspect.signature(memory_efficient_attention).bind(*arguments, **keywords)
     call.apply_defaults()
     return _attention(**call.arguments, answer=_route.serving)
@@ -162,9 +161,6 @@ def _attention(
         if form is not None and form.packed:
             given |= {"q_start": form.q_start, "k_len": form.k_len}
             return given if form.block_table is None else {**given, "block_table": form.block_table}
-        per_row, device = problem.queries // problem.batch, query.device.index
-        given["q_start"] = launch.dense_starts(device, problem.batch, per_row)
-        given["k_len"] = launch.dense_lengths(device, problem.batch, problem.max_keys)
         return given if kv_lengths is None else {**given, "k_len": kv_lengths}
 
     lowered = None if form is None else (form.q_start, form.k_start, form.k_len, form.block_table)

@@ -22,8 +22,9 @@ XLA_PYTHON_CLIENT_PREALLOCATE=false is in the environment before**. On CUDA:
   stream of the tensor's device.
 * Memory is given back to the library that owns it when the GPU is done with it. A tensor over JAX memory may be
   dropped while work that reads it is queued on the stream that was current at `to_torch`, or is where the last view is
-  dropped (in its thread); tell `record_stream` of any other stream. A tensor over torch memory may be dropped while
-  JAX's work on it is queued. What is dropped before the GPU is done is given back in a later exchange on CUDA.
+  dropped (in its thread); tell `record_stream` of any other stream. An array over torch memory may be dropped while
+  JAX's work on it is queued. No thread of ours waits for that: what is dropped too early, and all memory of torch, is
+  given back by the next exchanges on CUDA.
 * Nothing is exchanged while a CUDA graph is captured. A graph does not keep what it reads: hold a tensor over JAX
   memory for as long as you replay a graph that was captured with it.
 """
@@ -275,7 +276,7 @@ _keeper = _lifetime.Keeper(_current, _lifetime.record, lambda index: _lifetime.j
 
 def _enter_cuda(function: str, index: int) -> None:
     if not torch.cuda.is_available():
-        raise UnsupportedError(f"{function}: the array is on CUDA, of which torch sees no device; install a CUDA build")
+        raise UnsupportedError(f"{function}: torch sees no CUDA device here; install a CUDA build of it")
     _check_capture(function)
     with torch.cuda.device(index):
         _check_capture(function)

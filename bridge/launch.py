@@ -55,7 +55,8 @@ def layout_reasons(tensors: dict[str, torch.Tensor]) -> list[str]:
 def run(problem: Problem, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch a problem's program: (out [queries, kv_heads, group, Dv], lse, flat as `Problem.lse_rows` says).
 
-    tensors: the program's inputs by name (q, k, v, q_start, k_len, block_table), contiguous, on one CUDA device.
+    tensors: the program's inputs by name (q, k, v and what it asks for of q_start, k_len, block_table), contiguous, on
+    one CUDA device.
     """
     q = tensors["q"]
     device = q.device
@@ -164,18 +165,6 @@ def _compile(made: Program, device: int) -> _Plan:
 def _numbers(device: int) -> torch.Tensor:
     """0, 1, 2, ... on a device: a count that a kernel reads is the address of its entry."""
     return _constant(device, lambda: torch.arange(MOST_TOKENS + 1, dtype=torch.int32))
-
-
-@functools.lru_cache(maxsize=256)
-def dense_starts(device: int, batch: int, queries: int) -> torch.Tensor:
-    """int32 [batch + 1]: where the queries of a plain batch start."""
-    return _constant(device, lambda: torch.arange(batch + 1, dtype=torch.int32) * queries)
-
-
-@functools.lru_cache(maxsize=256)
-def dense_lengths(device: int, batch: int, keys: int) -> torch.Tensor:
-    """int32 [batch]: the lengths of a plain batch."""
-    return _constant(device, lambda: torch.full((batch,), keys, dtype=torch.int32))
 
 
 def _constant(device: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -135,5 +135,5 @@ def _attention(
 
 def run(problem: Problem, operands: Operands, layout: Layout, backend: str) -> tuple[jax.Array, jax.Array]:
     """Answer a normalised call, in the caller's shapes."""
-    out, lse = dispatch.attend(problem, dispatch.choose(problem, backend), operands)
+    out, lse = dispatch.attend(problem, dispatch.choose(problem, backend, operands), operands)
     return out.reshape(layout.out), lse.reshape(layout.lse)

@@ -39,8 +39,13 @@ def _machine(backend: str) -> list[str]:
     return [] if capability == "9.0" else [f"compute capability {capability} (accepted: 9.0)"]
 
 
-def choose(problem: Problem, backend: str) -> str:
-    """The backend that serves the problem. "auto" never means `reference`; naming one that cannot serve raises."""
+def choose(problem: Problem, backend: str, x: Operands | None = None) -> str:
+    """The backend that serves the problem. "auto" never means `reference`; naming one that cannot serve raises.
+
+    Operands that are known to lie on a CPU are served there, whatever other devices there are.
+    """
+    if backend == "auto" and x is not None and _on_cpu(x.q):
+        return "chunked"
     if backend != "auto":
         why = reasons(problem, backend)
         if why:
@@ -52,6 +57,11 @@ def choose(problem: Problem, backend: str) -> str:
     if jax.default_backend() == "gpu":
         _warn_once("a GPU is present but `chunked` serves the call: " + "; ".join(why))
     return "chunked"
+
+
+def _on_cpu(q: Any) -> bool:
+    concrete = isinstance(q, jax.Array) and not isinstance(q, jax.core.Tracer)
+    return concrete and all(device.platform == "cpu" for device in q.devices())
 
 
 @functools.cache

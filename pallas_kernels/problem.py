@@ -59,6 +59,10 @@ class Problem:
     split_size: int | None
     slot: int | None
     lse_rows: int
+    equal_queries: int | None = None
+    """Query rows of every sequence, where all have the same (a plain batch): then q_start is known."""
+    equal_keys: int | None = None
+    """Keys of every sequence, where all have the same: then k_len is known."""
     gappy_pages: bool = False
     """Paged, and sequences may start anywhere in their row of pages."""
     fp8_qk: bool = False
@@ -328,6 +332,8 @@ def build(
         split_size=splits[1],
         slot=capacity if parts.slotted and nf.block_table is None else None,
         lse_rows=1 if packed else query.shape[0],
+        equal_queries=None if packed else query.shape[1],
+        equal_keys=None if packed or kv_lengths is not None else key.shape[1],
         gappy_pages=nf.block_table is not None and not parts.slotted,
         fp8_qk=fp8_qk,
         fp8_pv=fp8_pv,

@@ -135,6 +135,8 @@ def program(problem: Problem, target: Target, least_tokens: int | None = None) -
         window=p.window,
         policy=policy,
         key_shape=key_shape,
+        equal_queries=p.equal_queries,
+        equal_keys=p.equal_keys,
         pages_per_row=None if p.page_size is None else p.max_keys // p.page_size,
         counted=counted,
         split=split,
@@ -142,31 +144,37 @@ def program(problem: Problem, target: Target, least_tokens: int | None = None) -
         stages=_stages(p),
     )
     rows = (p.queries, p.kv_heads, p.group)
-    buffers = [
-        Buffer("q", (*rows, p.head_dim), p.q_dtype, "in"),
-        Buffer("k", key_shape, p.q_dtype, "in"),
-        Buffer("v", key_shape, p.q_dtype, "in"),
-        Buffer("q_start", (p.batch + 1,), "int32", "in"),
-        Buffer("k_len", (p.batch,), "int32", "in"),
-    ]
-    if p.page_size is not None:
-        buffers.append(Buffer("block_table", (p.batch, p.max_keys // p.page_size), "int32", "in"))
-    if counted:
-        buffers += [Buffer("count", (1,), "int32", "in"), Buffer("sequences", (1,), "int32", "in")]
-    inputs = tuple(b.name for b in buffers)
+    inputs = {
+        "q": ((*rows, p.head_dim), p.q_dtype),
+        "k": (key_shape, p.q_dtype),
+        "v": (key_shape, p.q_dtype),
+        "q_start": ((p.batch + 1,), "int32"),
+        "k_len": ((p.batch,), "int32"),
+        "block_table": ((p.batch, decode.pages_per_row or 0), "int32"),
+        "count": ((1,), "int32"),
+        "sequences": ((1,), "int32"),
+    }
+    buffers = [Buffer(name, *inputs[name], "in") for name in decode.reads]
     buffers += [
         Buffer("out", (*rows, p.head_dim), p.out_dtype, "out"),
         Buffer("lse", (p.queries * p.kv_heads * p.group,), p.lse_dtype, "out"),
     ]
     if not split:
-        return Program(tuple(buffers), (Launch(decode, inputs, ("out", "lse")),))
+        return Program(tuple(buffers), (Launch(decode, decode.reads, ("out", "lse")),))
     partial = ("accumulators", "maxima", "sums")
     buffers += [
         Buffer(name, t.shape, str(t.dtype), "workspace") for name, t in zip(partial, decode.out_types, strict=True)
     ]
     merge = Merge(p.queries, p.kv_heads, p.group, p.head_dim, p.out_dtype, lse, policy, counted)
     reads = (*partial, "count") if counted else partial
-    return Program(tuple(buffers), (Launch(decode, inputs, partial), Launch(merge, reads, ("out", "lse"))))
+    return Program(tuple(buffers), (Launch(decode, decode.reads, partial), Launch(merge, reads, ("out", "lse"))))
+
+
+def pieces(problem: Problem, target: Target) -> int:
+    """Into how many pieces the problem's program cuts each sequence's keys."""
+    decode = program(problem, target).launches[0].kernel
+    assert isinstance(decode, Decode)
+    return int(decode.policy.count(problem.queries))
 
 
 def _stages(problem: Problem) -> int:
@@ -204,4 +212,4 @@ def target_of(backend: str) -> Target:
     return Target((major, minor), int(device.core_count))
 
 
-__all__ = ["Buffer", "Launch", "Program", "Target", "program", "run", "target_of", "unsupported"]
+__all__ = ["Buffer", "Launch", "Program", "Target", "pieces", "program", "run", "target_of", "unsupported"]

@@ -91,9 +91,10 @@ def _run(backend: str, file: Path | None) -> int:
 
 
 def _check_backend(where: Setting, backend: str) -> None:
-    """Raises UnsupportedError before the model is loaded."""
-    x = torch.zeros(1, 1, 1, 32, dtype=where.decoding, device=where.device)
-    bridge.served_by(x, x, x, backend=backend)
+    """Raises UnsupportedError before the model is loaded, where some row of the table could not be served."""
+    x = torch.ones(1, 8, 1, 32, dtype=where.decoding, device=where.device)
+    cache = x if backend == "auto" else bridge.formats.quantize(x, "int8")
+    bridge.served_by(x[:, :1], cache, cache, backend=backend)
 
 
 def _read(file: Path) -> str:

@@ -14,7 +14,6 @@ from bridge.fmha.attn_bias import PagedBlockDiagonalPaddedKeysMask
 from .model import KeysValues
 
 PAGE = 64
-UNSPLIT = ("chunked", "reference")
 """Backends that never cut a sequence's keys into pieces."""
 
 
@@ -44,7 +43,7 @@ class Result(NamedTuple):
     error: float
     limit: float
     nbytes: int
-    splits: str
+    splits: int
     backend: str
 
     @property
@@ -78,6 +77,14 @@ def block_table(layers: int, tokens: int, seed: int = 0) -> torch.Tensor:
     return order.reshape(layers, pages).int()
 
 
+def rounded_up(x: torch.Tensor) -> torch.Tensor:
+    """[layers, T, heads, D] with room for a multiple of 8 tokens, as a cache has. What no token fills is NaN."""
+    layers, tokens, *row = x.shape
+    full = x.new_full((layers, -(-tokens // 8) * 8, *row), torch.nan)
+    full[:, :tokens] = x
+    return full
+
+
 def paged(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """[layers, T, heads, D] -> [pages, PAGE, heads, D]. What no token fills is NaN: nothing may read it."""
     layers, tokens, *row = x.shape
@@ -94,21 +101,23 @@ def decode(x: KeysValues, dtype: torch.dtype, backend: str = "auto") -> Iterator
     expected = exact(x)
     table = block_table(layers, tokens).to(x.k.device)
     mask = PagedBlockDiagonalPaddedKeysMask.from_seqlens([1] * layers, [tokens] * layers, table, PAGE)
+    lengths = torch.full((layers,), tokens, dtype=torch.int32, device=x.k.device)
     q = x.q.to(dtype)
     for cache, form in FORMATS.items():
-        for storage, query, bias, k, v in (
-            ("dense", q, None, x.k, x.v),
-            (f"pages of {PAGE}", q.transpose(0, 1), mask, paged(x.k, table), paged(x.v, table)),
+        for storage, query, bias, lens, k, v in (
+            ("dense", q, None, lengths, rounded_up(x.k), rounded_up(x.v)),
+            (f"pages of {PAGE}", q.transpose(0, 1), mask, None, paged(x.k, table), paged(x.v, table)),
         ):
-            key, value = store(k, form, dtype), store(v, form, dtype)
-            served = bridge.served_by(query, key, value, bias, backend=backend)
-            out = bridge.memory_efficient_attention(query, key, value, bias, backend=backend)
+            call = (query, store(k, form, dtype), store(v, form, dtype), bias)
+            options: dict[str, Any] = dict(kv_lengths=lens, backend=backend)
+            served = bridge.served_by(*call, **options)
+            out = bridge.memory_efficient_attention(*call, **options)
             yield Result(
                 cache,
                 storage,
                 relative_error(out, expected),
                 form.limit,
-                key.nbytes + value.nbytes,
-                "1" if served in UNSPLIT else "auto",
-                served,
+                call[1].nbytes + call[2].nbytes,
+                served.splits,
+                served.backend,
             )

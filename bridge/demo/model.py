@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .. import _mosaic
+
 OWN_ATTENTION = "sdpa"
 """The attention that transformers gives this model if nothing else is asked for."""
 
@@ -23,7 +25,9 @@ class Setting(NamedTuple):
 
 
 def setting() -> Setting:
-    """The CPU: CUDA tensors are not served in this version."""
+    """A GPU where there is one and the kernels can be compiled for it, in 16 bits; else the CPU."""
+    if torch.cuda.is_available() and _mosaic.missing() is None:
+        return Setting(torch.device("cuda"), torch.float16, torch.bfloat16)
     return Setting(torch.device("cpu"), torch.float32, torch.bfloat16)
 
 

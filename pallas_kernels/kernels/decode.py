@@ -33,7 +33,8 @@ class Decode:
     the call, as `count` (of tokens) and `sequences`, int32 [1] each.
 
     q, out [tokens, kv_heads, group, D]; k, v [batch, slot, kv_heads, D] or [pages, page_size, kv_heads, D];
-    q_start int32 [batch + 1]; k_len int32 [batch]; block_table int32 [batch, pages_per_row].
+    q_start int32 [batch + 1], unless every sequence has `equal_queries`; k_len int32 [batch], unless every sequence
+    has `equal_keys`; block_table int32 [batch, pages_per_row].
     """
 
     tokens: int
@@ -48,6 +49,8 @@ class Decode:
     window: Window
     policy: SplitPolicy
     key_shape: tuple[int, ...]
+    equal_queries: int | None
+    equal_keys: int | None
     pages_per_row: int | None
     counted: bool
     split: bool
@@ -56,8 +59,19 @@ class Decode:
     stages: int
 
     @property
-    def pieces(self) -> int:
-        return self.policy.capacity(self.tokens)
+    def reads(self) -> tuple[str, ...]:
+        """The inputs' names, in order."""
+        wanted = {
+            "q": True,
+            "k": True,
+            "v": True,
+            "q_start": self.equal_queries is None,
+            "k_len": self.equal_keys is None,
+            "block_table": self.pages_per_row is not None,
+            "count": self.counted,
+            "sequences": self.counted and self.equal_queries is None,
+        }
+        return tuple(name for name, yes in wanted.items() if yes)
 
     @property
     def out_types(self) -> list[jax.ShapeDtypeStruct]:
@@ -68,7 +82,7 @@ class Decode:
         return partial_types(self.policy, self.tokens, self.kv_heads, self.group, self.head_dim)
 
     def build(self, interpret: bool = False, detect_races: bool = False) -> Callable[..., tuple[jax.Array, ...]]:
-        """The kernel: (q, k, v, q_start, k_len[, block_table][, count, sequences]) -> `out_types`."""
+        """The kernel: `reads` -> `out_types`."""
         tile, dtype = (self.stages, KEY_TILE, self.head_dim), self.dtype
         copies = KEY_TILE // self._copy_rows
         filled = plgpu.Barrier(num_arrivals=copies, num_barriers=self.stages)
@@ -89,11 +103,12 @@ class Decode:
             v_freed=freed,
         )
         names = [name for name, kind in scratch.items() if kind is not None]
-        inputs = 5 + (self.pages_per_row is not None) + 2 * self.counted
+        inputs, outputs = len(self.reads), len(self.out_types)
 
         def body(*refs: Any) -> None:
-            given, written = refs[:inputs], refs[inputs : inputs + len(self.out_types)]
-            _Block(self, given, written, dict(zip(names, refs[inputs + len(written) :]))).run()
+            given = dict(zip(self.reads, refs[:inputs]))
+            smem = dict(zip(names, refs[inputs + outputs :]))
+            _Block(self, given, refs[inputs : inputs + outputs], smem).run()
 
         return _compat.kernel(
             body,
@@ -127,12 +142,9 @@ def partial_types(
 class _Block:
     """What one block does, at tracing time."""
 
-    def __init__(self, cfg: Decode, given: Any, written: Any, smem: dict[str, Any]) -> None:
-        self.cfg, self.written, self.smem = cfg, written, smem
-        self.q, self.k, self.v, self.q_start, self.k_len = given[:5]
-        self.block_table = given[5] if cfg.pages_per_row is not None else None
-        self.tokens = given[-2][0] if cfg.counted else jnp.int32(cfg.tokens)
-        self.sequences = given[-1][0] if cfg.counted else jnp.int32(cfg.batch)
+    def __init__(self, cfg: Decode, given: dict[str, Any], written: Any, smem: dict[str, Any]) -> None:
+        self.cfg, self.given, self.written, self.smem = cfg, given, written, smem
+        self.tokens = given["count"][0] if cfg.counted else jnp.int32(cfg.tokens)
         self.pieces = jnp.int32(cfg.policy.count(self.tokens if cfg.counted else cfg.tokens))
 
     def run(self) -> None:
@@ -160,11 +172,19 @@ class _Block:
         """(token, head, piece, sequence, low, high) of a work item: the keys [low, high) of its piece in its window."""
         piece, rest = lax.rem(item, self.pieces), lax.div(item, self.pieces)
         token, head = lax.div(rest, jnp.int32(self.cfg.kv_heads)), lax.rem(rest, jnp.int32(self.cfg.kv_heads))
-        b, i, q_len = token_sequence(self.q_start, token, self.sequences, self.cfg.batch)
-        k_len = self.k_len[b]
+        b, i, q_len = self._sequence(token)
+        k_len = self.given["k_len"][b] if self.cfg.equal_keys is None else jnp.int32(self.cfg.equal_keys)
         low, high = self.cfg.policy.bounds(piece, self.pieces, k_len)
         first, last = visible_keys(self.cfg.window, i, q_len, k_len)
         return token, head, piece, b, jnp.maximum(low, first), jnp.minimum(high, last)
+
+    def _sequence(self, token: Any) -> tuple[Any, Any, Any]:
+        """(b, i, q_len) of a query token."""
+        if self.cfg.equal_queries is not None:
+            each = jnp.int32(self.cfg.equal_queries)
+            return lax.div(token, each), lax.rem(token, each), each
+        sequences = self.given["sequences"][0] if self.cfg.counted else jnp.int32(self.cfg.batch)
+        return token_sequence(self.given["q_start"], token, sequences, self.cfg.batch)
 
     # ------------------------------------------------------------------------------------ the copying warpgroup
 
@@ -175,9 +195,9 @@ class _Block:
         def tile(n: Any, _: None) -> None:
             self._wait_freed(done + n - self.cfg.stages, when=done + n >= self.cfg.stages)
             slot = lax.rem(done + n, jnp.int32(self.cfg.stages))
-            for source, name in ((self.k, "k"), (self.v, "v")):
+            for name in ("k", "v"):
                 filled = self.smem[f"{name}_filled"].at[slot]
-                self._copy_tile(source, self.smem[name].at[slot], filled, b, first + n, head)
+                self._copy_tile(self.given[name], self.smem[name].at[slot], filled, b, first + n, head)
 
         lax.fori_loop(0, tiles, tile, None)
         return done + tiles
@@ -193,7 +213,7 @@ class _Block:
 
     def _copy_tile(self, source: Any, target: Any, barrier: Any, b: Any, tile: Any, head: Any) -> None:
         rows = self.cfg._copy_rows
-        if self.block_table is None or self.cfg.pages_per_row is None:
+        if self.cfg.pages_per_row is None:
             plgpu.copy_gmem_to_smem(source.at[b, pl.ds(tile * KEY_TILE, KEY_TILE), head], target, barrier)
             return
         pages, page_size = self.cfg.key_shape[:2]
@@ -201,7 +221,7 @@ class _Block:
             position = tile * KEY_TILE + part * rows
             # Past the last needed page the table may hold anything; what is copied from there is masked.
             index = jnp.minimum(lax.div(position, jnp.int32(page_size)), self.cfg.pages_per_row - 1)
-            page = jnp.clip(self.block_table[b, index], 0, pages - 1)
+            page = jnp.clip(self.given["block_table"][b, index], 0, pages - 1)
             start = lax.rem(lax.div(position, jnp.int32(rows)), jnp.int32(page_size // rows)) * rows
             plgpu.copy_gmem_to_smem(
                 source.at[page, pl.ds(start, rows), head], target.at[pl.ds(part * rows, rows)], barrier
@@ -227,7 +247,7 @@ class _Block:
         """The group's rows, one copy each: any group, and no byte beyond it. The other rows become zero."""
         raw, filled = self.smem["q_rows"].at[:, pl.ds(0, self.cfg.head_dim)], self.smem["q_filled"]
         for g in range(self.cfg.group):
-            plgpu.copy_gmem_to_smem(self.q.at[token, head, pl.ds(g, 1)], raw.at[pl.ds(g, 1)], filled)
+            plgpu.copy_gmem_to_smem(self.given["q"].at[token, head, pl.ds(g, 1)], raw.at[pl.ds(g, 1)], filled)
         plgpu.barrier_wait(filled)
         rows = plgpu.load(raw, layout=plgpu.Layout.WGMMA, optimized=False)
         index = plgpu.broadcasted_iota(jnp.int32, rows.shape, 0, layout=plgpu.Layout.WGMMA)

@@ -1,4 +1,4 @@
-"""`bridge.served_by`: the name of the backend, without running it."""
+"""`bridge.served_by`: the backend and its splits, without running it."""
 
 import pytest
 import torch
@@ -15,13 +15,20 @@ def inputs(dtype=torch.bfloat16):
 @pytest.mark.parametrize(("asked", "serves"), [("auto", "chunked"), ("chunked", "chunked"), ("reference", "reference")])
 def test_name(asked, serves):
     mask = BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens([1, 2], 4, [3, 4])
-    assert bridge.served_by(*inputs(), backend=asked) == serves
-    assert bridge.served_by(*inputs(), attn_bias=mask, num_splits=2, backend=asked) == serves
+    assert bridge.served_by(*inputs(), backend=asked) == (serves, 1)
+    assert bridge.served_by(*inputs(), attn_bias=mask, num_splits=2, backend=asked) == (serves, 1)
+
+
+def test_splits_of_a_kernel():
+    q, k = torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16), torch.zeros(1, 256, 2, 64, dtype=torch.bfloat16)
+    assert bridge.served_by(q, k, k, backend="interpret", num_splits=3) == ("interpret", 3)
+    assert bridge.served_by(q, k, k, backend="interpret") == ("interpret", 2)  # 4 SMs over 2 KV heads
 
 
 def test_formats_and_gradients():
     q, k, v = inputs()
-    assert bridge.served_by(q.requires_grad_(), *(bridge.formats.quantize(x, "int8") for x in (k, v))) == "chunked"
+    cache = [bridge.formats.quantize(x, "int8") for x in (k, v)]
+    assert bridge.served_by(q.requires_grad_(), *cache).backend == "chunked"
 
 
 def test_raises_as_the_call():

@@ -187,7 +187,7 @@ def test_public_functions_run_the_interpreter():
 # ------------------------------------------------------------------------------------------------- lowering
 
 POLICIES = [{"num_splits": 1}, {"num_splits": 3}, {"split_size": 256}, {}]
-STORAGES = ["dense", "padded", *PAGE_SIZES]
+STORAGES = ["full", "dense", "padded", *PAGE_SIZES]
 
 
 def lowering_cases():
@@ -215,11 +215,11 @@ def test_lowers_for_cuda_without_a_gpu(group, dim, dtype, storage, policy, count
 
 
 def described(group, dim, dtype, storage, partial=False, **options):
-    """The problem of 4 sequences of one token, 2 KV heads and 1024 keys."""
+    """The problem of 4 sequences of one token, 2 KV heads and 1024 keys ("full": all in use)."""
     heads, found = 2 * group, []
     struct = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
     lengths = jax.ShapeDtypeStruct((4,), jnp.int32)
-    if storage == "dense":
+    if storage in ("full", "dense"):
         q, k = struct(4, 1, heads, dim), struct(4, 1024, 2, dim)
     else:
         q, k = struct(1, 4, heads, dim), struct(1, 4096, 2, dim)
@@ -228,7 +228,7 @@ def described(group, dim, dtype, storage, partial=False, **options):
         mask = None
         if storage == "padded":
             mask = masks.BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens([1] * 4, 1024, lengths)
-        elif storage != "dense":
+        elif storage not in ("full", "dense"):
             mask = masks.PagedBlockDiagonalPaddedKeysMask.from_seqlens([1] * 4, lengths, table, storage)
         kv_lengths = lengths if storage == "dense" else None
         found.append(build(q, k, v, mask, kv_lengths=kv_lengths, partial=partial, **options)[0])
@@ -239,20 +239,25 @@ def described(group, dim, dtype, storage, partial=False, **options):
     return found[0]
 
 
-def test_the_jitted_function_is_the_programs_kernels_and_nothing_else():
+@pytest.mark.parametrize("storage", ["full", "dense", "padded"])
+def test_the_jitted_function_is_the_programs_kernels_and_nothing_else(storage):
     """With lengths as arguments, the lowered module holds the program's custom calls and reshapes only."""
-    q, k = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 4, 32, 128), (1, 4096, 8, 128)))
-    mask = masks.BlockDiagonalPaddedKeysMask(
-        masks.SeqLenInfo(jax.ShapeDtypeStruct((5,), jnp.int32)),
-        masks.PaddedSeqLenInfo(jax.ShapeDtypeStruct((4,), jnp.int32), 1024),
-    )
+    packed = storage == "padded"
+    shapes = ((1, 4, 32, 128), (1, 4096, 8, 128)) if packed else ((4, 1, 32, 128), (4, 1024, 8, 128))
+    q, k = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)
+    lengths = jax.ShapeDtypeStruct((4,), jnp.int32)
+    mask = None
+    if packed:
+        starts = masks.SeqLenInfo(jax.ShapeDtypeStruct((5,), jnp.int32))
+        mask = masks.BlockDiagonalPaddedKeysMask(starts, masks.PaddedSeqLenInfo(lengths, 1024))
 
-    def attend(q, k, v, mask):
-        problem, operands, layout = build(q, k, v, mask)
+    def attend(q, k, v, mask, lengths):
+        problem, operands, layout = build(q, k, v, mask, kv_lengths=lengths)
         out, lse = run(problem, HOPPER, operands)
         return out.reshape(layout.out), lse.reshape(layout.lse)
 
-    text = jax.jit(attend).trace(q, k, k, mask).lower(lowering_platforms=("cuda",)).as_text()
+    given = lengths if storage == "dense" else None
+    text = jax.jit(attend).trace(q, k, k, mask, given).lower(lowering_platforms=("cuda",)).as_text()
     operations = {word.split("(")[0] for word in text.split() if word.startswith("stablehlo.")}
     assert operations <= {"stablehlo.custom_call", "stablehlo.reshape"}, operations
     assert text.count("stablehlo.custom_call") == 2

@@ -73,9 +73,10 @@ def test_trap_01_lse_is_float64_beside_a_float32_output():
 
 
 def test_trap_02_lse_is_a_natural_logarithm_of_scores_and_bias():
-    q, k, v = draw(2, *[(1, 1, 1, DIM)] * 3)
-    _, lse = attend(q, k, v, jnp.full((1, 1, 1, 1), 0.75), scale=0.5)
-    close(lse, np.full((1, 1, 1), 0.5 * (q * k).sum() + 0.75), 1e-5, 1e-5)
+    q, k, v = draw(2, (1, 1, 1, DIM), *[(1, 2, 1, DIM)] * 2)
+    _, lse = attend(q, k, v, jnp.asarray([0.75, -1.0]).reshape(1, 1, 1, 2), scale=0.5)
+    scores = 0.5 * (q * k).sum(-1).ravel() + [0.75, -1.0]
+    close(lse, np.full((1, 1, 1), np.logaddexp(*scores)), 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize("heads", [(4,), (2, 2)], ids=["4d", "5d"])
