@@ -502,6 +502,21 @@ def test_other_devices_are_refused_with_the_way_out(monkeypatch):
                 call(array)
 
 
+def test_a_capture_and_a_jax_without_cuda_are_named(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(UnsupportedError, match=r"wrap.*being captured.*before the capture.*bridge\.launch"):
+            wrap(lambda: pytest.fail("called"))()
+        assert to_torch(to_jax(torch.ones(8))).sum() == 8  # the CPU has no part in it
+    monkeypatch.setattr(jax, "local_devices", lambda **_: jax.devices("cpu"))
+    with pytest.raises(UnsupportedError, match="JAX does not see cuda:7"):
+        exchange._jax_device(7)
+    monkeypatch.setattr(jax, "local_devices", lambda **_: (_ for _ in ()).throw(RuntimeError("Unknown backend cuda")))
+    with pytest.raises(UnsupportedError, match=r"no CUDA devices \(Unknown backend cuda\).*jax\[cuda13\]"):
+        exchange._jax_device(7)
+
+
 @pytest.mark.parametrize("copy", [None, False, True])
 def test_to_torch_refuses(copy):
     for dtype in ("int4", "uint4", "int2", "float8_e4m3b11fnuz", "float4_e2m1fn"):

@@ -64,8 +64,8 @@ from pallas_kernels.kernels.work import SplitPolicy
 from pallas_kernels.masks import Window
 shapes = [(2, 1, 4, 64), (2, 128, 1, 64), (2, 128, 1, 64)]
 policy = SplitPolicy(1, None, 128, 1, 132)
-kernel = Decode(2, 2, 1, 4, 64, "bfloat16", "bfloat16", LsePlace("float64", 4, None), 0.1, Window(), policy, shapes[1], None, None,
-                None, True, False, 132, 2)
+kernel = Decode(2, 2, 1, 4, 64, "bfloat16", "bfloat16", LsePlace("float64", 4, None), 0.1, Window(), policy, shapes[1],
+                None, None, None, True, False, 132, 2)
 inputs = [jax.ShapeDtypeStruct(s, "bfloat16") for s in shapes]
 inputs += [jax.ShapeDtypeStruct((n,), "int32") for n in (3, 2, 1, 1)]
 module = _mosaic.lower(kernel.build(), inputs)

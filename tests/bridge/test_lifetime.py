@@ -26,7 +26,8 @@ COUNT = 4096
 
 @pytest.fixture(autouse=True)
 def nothing_left_alive():
-    yield
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
     gc.collect()
     assert not _lifetime._live
 
