@@ -8,6 +8,7 @@ meets all alike. A missing peer is one line. Exit status 1 where this library ha
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -52,15 +53,25 @@ def main(arguments: argparse.Namespace) -> int:
         everything = {row.name: row for row in rows.DECODE}
         one = lambda name, at: measure(everything[name], names, repeat, at).to_json()  # noqa: E731
         return runner.serve(arguments.child, arguments.emit, one)
-    options = ["--repeat", str(repeat)]
-    if arguments.peers:
-        options += ["--peers", *arguments.peers]
+    others = [name for name in names if name not in peers.OURS]
     per_child = None if arguments.in_process else 1
-    given = runner.run(list(table), NAME, options, timeout=arguments.timeout, per_child=per_child, report=_progress)
-    results = [
-        RowResult(table[name], failed=data["failed"]) if data.get("failed") else RowResult.from_json(data)
-        for name, data in given.items()
-    ]
+
+    def run(chosen: Sequence[str], others: Sequence[str]) -> dict[str, runner.Result]:
+        options = ["--repeat", str(repeat), "--peers", *(others or ["none"])]
+        return runner.run(chosen, NAME, options, timeout=arguments.timeout, per_child=per_child, report=_progress)
+
+    results = []
+    for name, data in run(list(table), others).items():
+        # A peer that takes the process along costs its own column, not the row.
+        culprit = next((p for p in others if re.match(rf"at (timing )?{p}:", data.get("failed") or "")), None)
+        if culprit is not None:
+            why = data["failed"]
+            data = run([name], [p for p in others if p != culprit])[name]
+        failed = data.get("failed")
+        result = RowResult(table[name], failed=failed) if failed else RowResult.from_json(data)
+        if culprit is not None:
+            result.measurements[culprit] = Measurement(note=runner.brief(RuntimeError(why)))
+        results.append(result)
     markdown = report.decode_markdown(results, names)
     print(markdown)
     data = {"repeat": repeat, "names": names, "rows": [r.to_json() for r in results]}

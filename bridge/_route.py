@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pallas_kernels import attention, dispatch
-from pallas_kernels.errors import FallbackWarning, UnsupportedError
+from pallas_kernels.errors import DTypeError, FallbackWarning, UnsupportedError
 from pallas_kernels.problem import Layout, Operands, Problem
 from pallas_kernels.program import pieces, target_of
 
@@ -29,7 +29,7 @@ def answer(
     build: the call's normalisation as a function of JAX arrays in place of the tensors in `arguments`. static: what
     else it depends on; equal calls are normalised once. tensors: the inputs of the problem's program, by name.
     """
-    if arguments[0].is_cuda:
+    if _on_gpu(arguments):
         problem, layout = _described(build, arguments, static)
         why = _launch_reasons(problem, arguments, tensors, backend)
         if why is None:
@@ -42,6 +42,18 @@ def answer(
     return _call.run(lambda *arrays: attention.run(*build(*arrays), backend), *arguments)
 
 
+def check_tensors(query: Any, key: Any, value: Any) -> None:
+    """Raises DTypeError for what is neither a tensor nor a format."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, torch.Tensor) and not hasattr(x, "opened"):
+            hint = " (pass its k and v)" if hasattr(x, "append") else " (arrays of JAX go to pallas_kernels)"
+            raise DTypeError(f"{name}: expected a tensor or a format of bridge.formats, got {type(x).__name__}{hint}")
+
+
+def _on_gpu(arguments: tuple[Any, ...]) -> bool:
+    return arguments[0].device.type == "cuda"
+
+
 class Served(NamedTuple):
     """Who answers a call, and into how many pieces it cuts each sequence's keys."""
 
@@ -51,7 +63,7 @@ class Served(NamedTuple):
 
 def serving(build: Build, arguments: tuple[Any, ...], static: Hashable, backend: str, tensors: Tensors) -> Served:
     """What serves a call; raises what the call would."""
-    if arguments[0].is_cuda:
+    if _on_gpu(arguments):
         problem, _ = _described(build, arguments, static)
         if _launch_reasons(problem, arguments, tensors, backend) is None:
             return Served("hopper", pieces(problem, launch.target(arguments[0].device.index)))

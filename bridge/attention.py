@@ -40,7 +40,9 @@ def memory_efficient_attention(
 
     Shapes, options and results are those of the JAX function. `attn_bias` is None, a tensor, or one of
     `bridge.fmha.attn_bias`; `key` and `value` are tensors or `bridge.formats`. Expanded heads (stride 0) are folded
-    into the group, never materialised. Tensors may be on the CPU only in this version.
+    into the group, never materialised. Tensors lie on the CPU or on one GPU. On a Hopper GPU, calls that the kernels
+    cover are launched directly, on the current stream and without JAX's CUDA client; others go through JAX, with one
+    `FallbackWarning` for each reason.
     """
     return _attention(**locals())[0]
 
@@ -88,7 +90,10 @@ def memory_efficient_attention_partial(
     quantize_pv: bool = False,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) over a part of the keys, float32 and float64 by default, to be joined by `merge_attentions`."""
+    """(out, lse) over a part of the keys, float32 and float64 by default, to be joined by `merge_attentions`.
+
+    Give `sinks` to one of the parts only: a sink counts as a key.
+    """
     return _attention(**locals(), partial=True)
 
 
@@ -132,6 +137,7 @@ def _attention(
     key, value = _folded(key, value)
     form: biases.Lowered | None = None
     bias, slotted = attn_bias, True
+    _route.check_tensors(query, key, value)
     if isinstance(attn_bias, biases.AttentionBias):
         queries, rows = query.shape[1], key.shape[0] * key.shape[1]
         biases.host_check(attn_bias, queries, rows)

@@ -7,7 +7,8 @@ hide a copy or a change of dtype. What sharing means:
   and with it everything JAX computes from it afterwards. To get a tensor to write into, pass `copy=True`.
 * Writing into a tensor after `to_jax(tensor)` is visible in the JAX array, and JAX computes asynchronously: wait for
   the results (`jax.block_until_ready`) before the write, or pass `copy=True`.
-* Either side may be dropped first. JAX never reuses shared memory for a donated argument. Don't `resize_` the tensor.
+* Either side may be dropped first. On the CPU JAX never reuses shared memory for a donated argument; on CUDA, donating
+  an array that `to_jax` gave lets JAX write its result into the tensor's memory. Don't `resize_` the tensor.
 
 float64, int64, uint64 and complex128 tensors become arrays of that very dtype also while JAX's x64 mode is off; JAX's
 own operations on them narrow the results unless they run under `jax.enable_x64(True)` (`wrap` sees to that).

@@ -158,9 +158,12 @@ class KVCache:
         positions: Any = None,
         slot_mapping: Any = None,
     ) -> KVCache:
-        """Store new tokens in place; returns this cache. Arguments and errors as the JAX method.
+        """Store new tokens in place; returns this cache. Everything is checked and encoded before the first write.
 
-        Everything is checked and encoded before the first write.
+        new_keys, new_values: [A, T, *heads, D] with positions int32 [A, T], the row of each new token in its own
+        sequence (dense caches); [T, *heads, D] or [1, T, ...] with slot_mapping int32 [T], page * page_size + row, -1
+        to skip (paged caches). Exactly one of the two. Errors as the JAX method. Masks carry their own lengths: make
+        the next one with the new lengths.
         """
         def encode(k: Any, v: Any, new_keys: Any, new_values: Any, positions: Any, slot_mapping: Any) -> Any:
             cache = jax_formats.KVCache(k, v)

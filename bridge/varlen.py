@@ -10,7 +10,7 @@ import torch
 from pallas_kernels import AuxRequest
 from pallas_kernels.errors import ArgumentError, DeviceError, DTypeError, GradientError, ShapeError, UnsupportedError
 from pallas_kernels.problem import Problem
-from pallas_kernels.varlen import build
+from pallas_kernels.varlen import build, check_aux
 
 from . import _route
 
@@ -43,6 +43,8 @@ def varlen_attn(
     """
     if not torch.backends.cuda.flash_sdp_enabled():
         raise UnsupportedError("varlen_attn: SDPBackend.FLASH_ATTENTION is disabled; enable it with sdpa_kernel()")
+    _route.check_tensors(query, key, value)
+    check_aux(return_aux)
     options: dict[str, Any] = dict(
         scale=scale,
         window_size=window_size,

@@ -110,7 +110,8 @@ class Layout(NamedTuple):
 def as_array(x: Any, name: str) -> jax.Array:
     """A jax array without silent narrowing."""
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
-        raise DTypeError(f"{name}: expected an array, got {type(x).__name__}")
+        hint = " (pass its k and v)" if hasattr(x, "append") and hasattr(x, "k") else ""
+        raise DTypeError(f"{name}: expected an array, got {type(x).__name__}{hint}")
     if isinstance(x, np.ndarray) and jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
         raise DTypeError(f"{name}: {x.dtype} would be narrowed to {jax.dtypes.canonicalize_dtype(x.dtype)}; enable x64")
     return jnp.asarray(x)
@@ -401,7 +402,10 @@ def _check_batches(query: Any, key: Any, value: Any, parts: MaskParts | None) ->
                 f"got shapes {query.shape} and {key.shape}"
             )
     elif query.shape[0] != key.shape[0]:
-        raise ShapeError(f"key: batch {key.shape[0]} differs from query's {query.shape[0]} (expand it by the caller)")
+        raise ShapeError(
+            f"key: batch {key.shape[0]} differs from query's {query.shape[0]} "
+            "(expand it; keys in pages need one of the paged masks)"
+        )
 
 
 def _array_bias(bias: Any, query: Any, key: Any, kv_heads: int, group: int) -> jax.Array:

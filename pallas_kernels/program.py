@@ -81,7 +81,10 @@ def unsupported(problem: Problem) -> list[str]:
     low_bit = p.key_format not in ("float16", "bfloat16")
     checks = [
         (p.q_dtype not in ("float16", "bfloat16"), f"query dtype {p.q_dtype} (accepted: float16, bfloat16)"),
-        (low_bit and p.q_dtype in ("float16", "bfloat16"), f"key format {p.key_format}"),
+        (
+            low_bit and p.q_dtype in ("float16", "bfloat16"),
+            f"low-bit keys and values ({p.key_format.split('/')[0]})",
+        ),
         (p.out_dtype not in ("float16", "bfloat16", "float32"), f"output dtype {p.out_dtype}"),
         (p.head_dim not in HEAD_DIMS, f"head_dim {p.head_dim} (accepted: {HEAD_DIMS})"),
         (p.value_dim != p.head_dim, f"value head_dim {p.value_dim} other than key's"),

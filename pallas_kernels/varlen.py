@@ -68,11 +68,12 @@ def varlen_attn(
         query: [Tq, Hq, D]; float16, bfloat16, float32 or float64.
         key, value: [Tk, Hkv, D] and [Tk, Hkv, Dv]; with `block_table` pages [pages, page_size, Hkv, D]; or one of
             `formats` ([1, Tk, Hkv, D], pages as above).
-        cu_seq_q, cu_seq_k: int32 [N + 1], cumulative lengths from 0. cu_seq_k may be None with a block table.
-        max_q, max_k: capacities, at least the true maxima (static ints).
+        cu_seq_q, cu_seq_k: int32 [N + 1], cumulative lengths from 0, ending at Tq and Tk at most: checked where
+            host-known (numpy), else promised. cu_seq_k may be None with a block table.
+        max_q, max_k: capacities, at least the true maxima (static ints; checked likewise).
         return_aux: `AuxRequest(lse=True)` also returns the LSE.
         scale: positive Python number, default D ** -0.5.
-        window_size: (left, right) in keys, -1 unbounded: (-1, 0) is causal, (W, 0) shows W + 1 keys.
+        window_size: (left, right) in keys, negative: unbounded: (-1, 0) is causal, (W, 0) shows W + 1 keys.
         enable_gqa: required where Hq != Hkv; Hkv must divide Hq.
         seqused_k: int32 [N], keys in use of each sequence's slot. No gradient is defined with it.
         block_table: int32 [N, pages_per_row]; key j lies in row j % page_size of page block_table[b, j // page_size].
@@ -87,6 +88,7 @@ def varlen_attn(
         ShapeError, DTypeError, ArgumentError, StaticArgumentError, UnsupportedError; GradientError on
         differentiation with seqused_k, block_table or low-bit keys and values.
     """
+    check_aux(return_aux)
     problem, operands, layout = build(
         query,
         key,
@@ -186,6 +188,11 @@ def build(
         sinks=check_sinks(sinks, (heads,), kv_heads, group),
     )
     return problem, operands, Layout((query.shape[0], heads, value.shape[-1]), (heads, query.shape[0]))
+
+
+def check_aux(return_aux: Any) -> None:
+    if return_aux is not None and not hasattr(return_aux, "lse"):
+        raise ArgumentError(f"return_aux: expected AuxRequest(lse=...) or None, got {return_aux!r}")
 
 
 def window(window_size: Sequence[int]) -> Window:

@@ -168,8 +168,7 @@ def generated():
         dense(1, 32, 32, 1, 32, half),
         dense(300, 32, 64, 1, 128, bf16, layout="BMK"),
         dense(1, 256, 1024, 1, 128, bf16),
-        dense(1, 2, 128, 1, 32, half),
-        dense(1, 256, 128, 1, 512, half),
+        dense(1, 2, 128, 1, 512, half),
         dense(1, 1024, 16, 1, 32, half),
         dense(1, 128, 128, 300, 32, half),
         dense(12, 32, 64, 3, 32, half, bias=True),
@@ -460,14 +459,14 @@ def check_fp8_sqnr(frontend, *shape):
     has 27 to 28 on these numbers, also in float64 (`oracle.fp8_attend`).
     """
     outs = fp8_outputs(frontend, *shape)
-    signal = outs["baseline"]
-    for name, least in FP8_LEAST_DB.items():
-        noise = ((signal - outs[name]) ** 2).mean()
-        assert 10 * np.log10((signal**2).mean() / noise) >= least, name
+    signal = outs.pop("baseline")
+    for name, out in outs.items():
+        noise = ((signal - out) ** 2).mean()
+        assert 10 * np.log10((signal**2).mean() / noise) >= FP8_LEAST_DB[name], name
 
 
 def fp8_outputs(frontend, batch, k_len, kv_heads, group, dim, seed=10):
-    """Outputs with fp8 keys and values: {"baseline", "pv", "qk", "qk+pv+fp32"}, symmetric."""
+    """Outputs with fp8 keys and values: {"baseline", "qk+pv+fp32", perhaps "pv", "qk"}, symmetric."""
     rng = np.random.default_rng(seed)
     k_lens = rng.integers(k_len // 2, k_len, batch).tolist()
     mask = frontend.mask(CLASSES[1], {"q_seqlen": [1] * batch, "kv_padding": k_len, "kv_seqlen": k_lens})
@@ -498,12 +497,10 @@ def fp8_outputs(frontend, batch, k_len, kv_heads, group, dim, seed=10):
 
     dtype = query.dtype
     packed_kv = kv(False)
-    return {
-        "baseline": run(query, packed_kv),
-        "pv": run(query, packed_kv, quantize_pv=True),
-        "qk": run(fp8_query, packed_kv),
-        "qk+pv+fp32": run(fp8_query, kv(True), quantize_pv=True),
-    }
+    outs = {"baseline": run(query, packed_kv), "qk+pv+fp32": run(fp8_query, kv(True), quantize_pv=True)}
+    if batch > 1:  # the other two on one of the shapes
+        outs |= {"pv": run(query, packed_kv, quantize_pv=True), "qk": run(fp8_query, packed_kv)}
+    return outs
 
 
 # Padding, lengths, empty

@@ -14,7 +14,7 @@ from bridge.fmha.attn_bias import PagedBlockDiagonalPaddedKeysMask
 from .model import KeysValues
 
 PAGE = 64
-"""Backends that never cut a sequence's keys into pieces."""
+"""Rows of a page."""
 
 
 class Format(NamedTuple):

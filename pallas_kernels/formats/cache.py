@@ -43,6 +43,9 @@ class KVCache:
     ) -> KVCache:
         """Store new tokens and return the cache that holds them; under jit with this one donated, in place.
 
+        A dense cache takes `positions`, a paged one `slot_mapping`: token t of sequence b goes to slot
+        block_table[b, t // page_size] * page_size + t % page_size.
+
         positions: int32 [A, T], the row of each new token in its own sequence; new_keys, new_values [A, T, *heads, D].
         slot_mapping: int32 [T], page * page_size + row, -1 = skip; new_keys, new_values [T, *heads, D] or [1, T, ...].
         Exactly one of them, as Python lists, numpy or jax arrays. The new rows are floats, stored in the cache's own

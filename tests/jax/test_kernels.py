@@ -268,7 +268,7 @@ def test_the_jitted_function_is_the_programs_kernels_and_nothing_else(storage):
     [
         (dict(head_dim=48, value_dim=48), "head_dim"), (dict(value_dim=32), "value head_dim"), (dict(group=17), "17"),
         (dict(softcap=1.0), "softcap"), (dict(sinks=True), "sinks"), (dict(bias=(1, 1, 1, 1, 8)), "bias"),
-        (dict(q_dtype="float32", key_format="float32"), "dtype"), (dict(key_format="int4/int32"), "format"),
+        (dict(q_dtype="float32", key_format="float32"), "dtype"), (dict(key_format="int4/int32"), "low-bit"),
         (dict(slot=None), "slots"), (dict(slot=1023), "multiples of 8"), (dict(slot=None, page_size=32), "page_size"),
         (dict(queries=65), "query tokens"), (dict(out_dtype="float8_e4m3fn"), "output"),
         (dict(gappy_pages=True, page_size=64, slot=None), "start anywhere"),
