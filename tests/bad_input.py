@@ -130,6 +130,10 @@ BAD_CALLS = [
     ("varlen-max-float", lambda f: varlen(f, max_k=6.5), TypeError, "max_k"),
     ("varlen-table-alone", lambda f: varlen(f, k=(2, 4, 4, 16), cu_k=None, block_table=[[0], [1]]), ValueError,
      "seqused_k"),
+    ("varlen-aux", lambda f: varlen(f, return_aux=True), ValueError, "return_aux"),
+    ("cache-as-key", lambda f: f.api.memory_efficient_attention(
+        floats(f, 1, 1, 4, 16), f.api.formats.KVCache(*(floats(f, 1, 8, 4, 16),) * 2), floats(f, 1, 8, 4, 16)),
+     TypeError, "key: .*pass its k and v"),
     ("varlen-both-splits", lambda f: varlen(f, num_splits=1, split_size=1), ValueError, "num_splits"),
     # merge
     ("merge-none", lambda f: merge(f, [], []), ValueError, "at least one chunk"),
