@@ -8,13 +8,14 @@ numpy arrays: they are host-known there, so the checks for host-known lengths ap
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import torch
+from torch.autograd import forward_ad
 
-from pallas_kernels.errors import DeviceError
+from pallas_kernels.errors import DeviceError, GradientError
 
 from . import _mosaic, exchange
 
@@ -29,6 +30,7 @@ def run(function: Callable[..., Any], *arguments: Any) -> Any:
     """
     leaves, tree = jax.tree.flatten([_opened(a) for a in arguments])
     _check_devices(leaves)
+    check_no_tangents(leaves)
     grad = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
     if not grad:
         with jax.enable_x64(True):
@@ -80,9 +82,10 @@ class _JaxFunction(torch.autograd.Function):
 
         with jax.enable_x64(True):
             out, ctx.vjp = jax.vjp(of_differentiated, *(arrays[n] for n in ctx.differentiated))
-        # The residuals alias these tensors: saving them makes torch notice a write before the backward.
-        ctx.save_for_backward(*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
-        return tuple(exchange.to_torch(a) for a in out)
+        results = tuple(exchange.to_torch(a) for a in out)
+        # The residuals alias inputs and results: saving these makes torch notice a write before the backward.
+        ctx.save_for_backward(*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), *results)
+        return results
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -108,6 +111,15 @@ def _lower(leaf: Any) -> Any:
     if leaf.device.type == "cpu" and leaf.dtype in (torch.int32, torch.int64):
         return leaf.numpy()
     return exchange.import_or_copy(leaf)
+
+
+def check_no_tangents(leaves: Sequence[Any]) -> None:
+    """Forward-mode derivatives are not defined: a dual tensor raises, instead of losing its tangent."""
+    if forward_ad._current_level < 0:
+        return
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and forward_ad.unpack_dual(leaf).tangent is not None:
+            raise GradientError("forward-mode differentiation is not defined; use backward or autograd.grad")
 
 
 def _check_devices(leaves: list[Any]) -> None:

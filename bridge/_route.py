@@ -30,6 +30,7 @@ def answer(
     else it depends on; equal calls are normalised once. tensors: the inputs of the problem's program, by name.
     """
     if _on_gpu(arguments):
+        _call.check_no_tangents(arguments)
         problem, layout = _described(build, arguments, static)
         why = _launch_reasons(problem, arguments, tensors, backend)
         if why is None:

@@ -134,10 +134,10 @@ def _attention(
 ) -> Any:
     if op is not None:
         raise UnsupportedError(f"op: operator classes are not accepted by this version, got {op}; use backend=")
-    key, value = _folded(key, value)
     form: biases.Lowered | None = None
     bias, slotted = attn_bias, True
     _route.check_tensors(query, key, value)
+    key, value = _folded(query, key, value)
     if isinstance(attn_bias, biases.AttentionBias):
         queries, rows = query.shape[1], key.shape[0] * key.shape[1]
         biases.host_check(attn_bias, queries, rows)
@@ -171,15 +171,17 @@ def _attention(
 
     lowered = None if form is None else (form.q_start, form.k_start, form.k_len, form.block_table)
     reduced = None if form is None else (form.window, form.page_size, form.packed, slotted)
-    static = ("attention", output_dtype, reduced, *options.items())
+    static = ("attention", output_dtype, reduced, *((n, type(x), x) for n, x in options.items()))
     return answer(normalise, (query, key, value, bias, sinks, kv_lengths, lowered), static, backend, tensors)
 
 
-def _folded(key: Any, value: Any) -> tuple[Any, Any]:
-    """Heads expanded from one (stride 0 in both) -> that one head; the query heads become its group."""
-    axis = {4: 2, 5: 3}.get(getattr(key, "ndim", 0))
+def _folded(query: Any, key: Any, value: Any) -> tuple[Any, Any]:
+    """Heads expanded from one to the query's (stride 0 in both) -> that one head; the query heads become its group."""
+    axis = {4: 2, 5: 3}.get(query.ndim)
     if axis is None or not (isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)):
         return key, value
-    if value.ndim == key.ndim and all(x.shape[axis] > 1 and x.stride(axis) == 0 for x in (key, value)):
+    if query.ndim != key.ndim or key.shape != (*value.shape[:-1], key.shape[-1]):
+        return key, value
+    if key.shape[axis] == query.shape[axis] > 1 and key.stride(axis) == value.stride(axis) == 0:
         return key.narrow(axis, 0, 1), value.narrow(axis, 0, 1)
     return key, value

@@ -91,7 +91,7 @@ def to_jax(tensor: torch.Tensor, *, copy: bool | None = None) -> jax.Array:
             if array.unsafe_buffer_pointer() == tensor.data_ptr():
                 return array
             reason = "JAX copied it on import"
-        if copy is None and _overlaps(tensor):
+        if copy is None and overlaps(tensor):
             layout = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
             raise ArgumentError(f"to_jax: elements overlap ({layout}); pass the tensor before expand, or copy=True")
         _refuse_or_warn("to_jax", "tensor", tuple(tensor.shape), tensor.dtype, reason, copy)
@@ -309,7 +309,7 @@ def _why_not_shared(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def _overlaps(tensor: torch.Tensor) -> bool:
+def overlaps(tensor: torch.Tensor) -> bool:
     """Whether elements share memory: a stride of 0 (`expand`), or windows that overlap (`as_strided`, `unfold`)."""
     steps = [(stride, size - 1) for size, stride in zip(tensor.shape, tensor.stride()) if size > 1]
     return any(stride == 0 for stride, _ in steps) or 1 + sum(a * b for a, b in steps) < tensor.numel()

@@ -14,6 +14,7 @@ import jax
 import torch
 
 from pallas_kernels import formats as jax_formats
+from pallas_kernels.errors import ArgumentError, GradientError
 from pallas_kernels.formats import KVFormat
 
 from . import exchange
@@ -122,7 +123,7 @@ def quantize(x: torch.Tensor, format: type[TorchFormat] | str, *, scale: Any = "
     chosen: Any = format.JAX if isinstance(format, type) and issubclass(format, TorchFormat) else format
     if "scale_dtype" in options and isinstance(options["scale_dtype"], torch.dtype):
         options["scale_dtype"] = exchange.jax_dtype(options["scale_dtype"])
-    given = scale if isinstance(scale, torch.Tensor) else None
+    given = scale.clone() if isinstance(scale, torch.Tensor) else None  # kept as it is now
 
     def encode(x: Any, given: Any) -> Any:
         return jax_formats.quantize(x, chosen, scale=scale if given is None else given, **options)
@@ -165,15 +166,21 @@ class KVCache:
         to skip (paged caches). Exactly one of the two. Errors as the JAX method. Masks carry their own lengths: make
         the next one with the new lengths.
         """
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (new_keys, new_values)):
+            raise GradientError("new_keys, new_values: appending has no gradient; pass them detached")
+        parts = [x.opened() if isinstance(x, TorchFormat) else x for x in (self.k, self.v)]
+        for tensor in jax.tree.leaves(parts):
+            if exchange.overlaps(tensor):
+                raise ArgumentError("k, v: an expanded tensor (elements that share memory) cannot be written")
+
         def encode(k: Any, v: Any, new_keys: Any, new_values: Any, positions: Any, slot_mapping: Any) -> Any:
             cache = jax_formats.KVCache(k, v)
             return cache.encode(new_keys, new_values, positions=positions, slot_mapping=slot_mapping)
 
         with torch.no_grad():
             rows, *encoded = run(encode, self.k, self.v, new_keys, new_values, positions, slot_mapping)
-            for part, pieces in zip((self.k, self.v), encoded):
-                opened = part.opened() if isinstance(part, TorchFormat) else part
-                for name, (tensor, row_axis) in jax_formats.components(opened).items():
+            for part, pieces in zip(parts, encoded):
+                for name, (tensor, row_axis) in jax_formats.components(part).items():
                     _write(tensor, row_axis, rows.reshape(-1).long(), pieces[name])
         return self
 

@@ -13,6 +13,7 @@ from pallas_kernels.problem import Problem
 from pallas_kernels.varlen import build, check_aux
 
 from . import _route
+from .exchange import overlaps
 
 
 def varlen_attn(
@@ -65,7 +66,7 @@ def varlen_attn(
         return {"q": query, "k": key, "v": value, "q_start": cu_seq_q, "k_len": seqused_k, "block_table": block_table}
 
     arguments = (query, key, value, cu_seq_q, cu_seq_k, seqused_k, block_table, sinks)
-    static = ("varlen", max_q, max_k, *((name, _hashable(option)) for name, option in options.items()))
+    static = ("varlen", max_q, max_k, *((n, type(x), _hashable(x)) for n, x in options.items()))
     out, lse = _route.answer(normalise, arguments, static, backend, tensors)
     return (out, lse) if return_aux is not None and return_aux.lse else out
 
@@ -115,8 +116,8 @@ def _check_out(out: Any, query: torch.Tensor, key: Any, value: Any) -> None:
     inputs = [x for x in (query, key, value) if isinstance(x, torch.Tensor)]
     if torch.is_grad_enabled() and any(x.requires_grad for x in (out, *inputs)):
         raise GradientError("out: varlen_attn_out has no gradient; call varlen_attn, or use torch.no_grad()")
-    if any(s == 0 and n > 1 for s, n in zip(out.stride(), out.shape)):
-        raise ArgumentError("out: an expanded tensor (stride 0) cannot be written")
+    if overlaps(out):
+        raise ArgumentError("out: an expanded tensor (elements that share memory) cannot be written")
     if any(_overlap(out, x) for x in inputs):
         raise ArgumentError("out: must not overlap query, key or value in memory")
 

@@ -87,14 +87,15 @@ def backward(
 ) -> Gradients:
     """Gradients of the operands for cotangents of both results; out and lse as `attention` returned them.
 
-    With p = exp(s - lse), dp = d_out . v and delta = d_out . out - d_lse: ds = p (dp - delta).
+    With p = exp(s - m) / l, dp = d_out . v and delta = d_out . out - d_lse: ds = p (dp - delta). The maximum m and the
+    sum l of each row are found again: beside a maximum of large magnitude the LSE m + log l has lost log l.
     """
     dtype = problem.compute_dtype
     block = _block_length(problem)
     tiles = _tiles(problem, x, block)
     q = _query_rows(problem, x, tiles)
-    lse, d_lse = lse.astype(dtype), d_lse.astype(dtype)
-    d_out = d_out.astype(dtype)
+    m, l = _row_statistics(problem, x, tiles, q, block)
+    d_out, d_lse = d_out.astype(dtype), d_lse.astype(dtype)
     delta = (d_out * out.astype(dtype)).sum(-1) - d_lse
 
     def tiled(a: jax.Array) -> jax.Array:
@@ -102,12 +103,11 @@ def backward(
         return jnp.where(keep, jnp.take(a, tiles.row, axis=0, mode="clip"), 0)
 
     d_out_t, delta_t = tiled(d_out), tiled(delta)
-    lse_t = jnp.where(jnp.isfinite(lse), lse, 0)[jnp.clip(tiles.row, 0, problem.queries - 1)]
 
     def step(n: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         d_q, d_k, d_v, d_bias = carry
         s, slope, rows, any_seen = _scores(problem, x, tiles, q, n, block)
-        p = jnp.exp(s - lse_t[..., None])
+        p = jnp.exp(s - m[..., None]) / l[..., None]
         v = jnp.where(any_seen[..., None, None], take(problem, x.v, rows), 0)
         k = jnp.where(any_seen[..., None, None], take(problem, x.k, rows), 0)
         d_s = p * (jnp.einsum("wqhgd,wkhd->wqhgk", d_out_t, v, precision="highest") - delta_t[..., None])
@@ -139,15 +139,47 @@ def backward(
         d_k.reshape(x.k.shape).astype(x.k.dtype),
         d_v.reshape(x.v.shape).astype(x.v.dtype),
         None if d_bias is None else d_bias.astype(x.bias.dtype),
-        None if x.sinks is None else _sink_gradient(x.sinks, lse, delta),
+        None if x.sinks is None else _sink_gradient(problem, x, tiles, m, l, d_lse, delta_t),
     )
 
 
-def _sink_gradient(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
-    """A sink is a key of value 0: dp = 0, so ds = -p delta, summed over the query rows."""
-    logit = sinks.astype(lse.dtype)
-    p = jnp.where(jnp.isfinite(lse), jnp.exp(logit - jnp.where(jnp.isfinite(lse), lse, 0)), 0)
-    return -(p * delta).sum(0).astype(sinks.dtype)
+def _row_statistics(
+    problem: Problem, x: Operands, tiles: _Tiles, q: jax.Array, block: int
+) -> tuple[jax.Array, jax.Array]:
+    """(m, l) [W, tile, kv_heads, group]: the maximum of each row's scores, sink included, and the sum of exp(s - m);
+    0 and 1 where a row sees nothing."""
+
+    def step(n: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        m, l = carry
+        s = _scores(problem, x, tiles, q, n, block)[0]
+        new = jnp.maximum(m, s.max(-1))
+        base = jnp.where(jnp.isfinite(new), new, 0)
+        return new, l * jnp.exp(m - base) + jnp.exp(s - base[..., None]).sum(-1)
+
+    shape, dtype = q.shape[:-1], problem.compute_dtype
+    start = (jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype))
+    m, l = jax.lax.fori_loop(jnp.int32(0), tiles.blocks, step, vary_like(start, x))
+    if x.sinks is not None:
+        sink = x.sinks.astype(dtype)
+        top = jnp.maximum(m, sink)
+        top = jnp.where(jnp.isfinite(top), top, 0)
+        m, l = top, l * jnp.exp(m - top) + jnp.exp(sink - top)
+    return jnp.where(jnp.isfinite(m), m, 0), jnp.where(l > 0, l, 1)
+
+
+def _sink_gradient(
+    problem: Problem, x: Operands, tiles: _Tiles, m: jax.Array, l: jax.Array, d_lse: jax.Array, delta_t: jax.Array
+) -> jax.Array:
+    """A sink is a key of value 0: dp = 0, so ds = -p delta, summed over the query rows.
+
+    Rows of no sequence see the sink alone: p = 1, and their LSE is the sink.
+    """
+    p = jnp.exp(x.sinks.astype(m.dtype) - m) / l
+    rows = jnp.zeros((problem.queries, 1, 1), bool).at[jnp.where(tiles.real, tiles.row, problem.queries)].set(
+        True, mode="drop"
+    )
+    beyond = jnp.where(rows, 0, d_lse)
+    return (beyond.sum(0) - (p * delta_t).sum((0, 1))).astype(x.sinks.dtype)
 
 
 def _tile_length(problem: Problem) -> int:

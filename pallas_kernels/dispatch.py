@@ -21,8 +21,10 @@ BACKENDS = ("hopper", "interpret", "chunked", "reference")
 
 def reasons(problem: Problem, backend: str) -> list[str]:
     """Why `backend` cannot serve the problem; empty where it can."""
-    if backend in ("chunked", "reference"):
+    if backend == "chunked":
         return []
+    if backend == "reference":
+        return [] if problem.value_dim else ["value head_dim 0"]
     if backend in ("hopper", "interpret"):
         return [*_machine(backend), *program.unsupported(problem)]
     raise ArgumentError(f"backend: expected one of {', '.join(('auto', *BACKENDS))}, got {backend!r}")

@@ -26,6 +26,9 @@ _T = TypeVar("_T")
 # ---------------------------------------------------------------------------------------------- the formula
 
 
+FAR = 2**30
+
+
 @dataclasses.dataclass(frozen=True)
 class Window:
     """How far a query sees around its own position; None is unbounded.
@@ -39,9 +42,12 @@ class Window:
     right: int | None = None
     top_left: bool = False
 
-    @property
-    def bounded(self) -> bool:
-        return self.left is not None or self.right is not None
+    def __post_init__(self) -> None:
+        # No sequence is so long, and positions are int32: beyond this a bound would wrap.
+        for name in ("left", "right"):
+            bound = getattr(self, name)
+            if bound is not None:
+                object.__setattr__(self, name, None if bound >= FAR else max(int(bound), -FAR))
 
 
 def visible(i: Any, j: Any, q_len: Any, k_len: Any, window: Window) -> Any:
@@ -393,7 +399,8 @@ class BlockDiagonalPaddedKeysMask(AttentionMask):
         return self.k_seqinfo.padding * self.batch
 
     def make_paged(self, block_tables: Any, page_size: int, paged_type: type[_PagedPadded]) -> _PagedPadded:
-        """The same lengths over pages: block_tables int32 [N, pages_per_row]."""
+        """The same lengths over pages, block_tables int32 [N, pages_per_row], with the window of `paged_type`."""
+        check_storage(paged_type, PagedBlockDiagonalPaddedKeysMask)
         tables, page_size = _block_tables(block_tables, page_size, self.batch)
         k = PaddedSeqLenInfo.from_seqlens_padded(self.k_seqinfo.seqlen, tables.shape[1] * page_size)
         return paged_type(self.q_seqinfo, k, tables, page_size)
@@ -401,6 +408,11 @@ class BlockDiagonalPaddedKeysMask(AttentionMask):
     def make_local_attention(self, window_left: int, window_right: int) -> BlockDiagonalLocalAttentionPaddedKeysMask:
         """The same lengths with a window (class 3)."""
         return BlockDiagonalLocalAttentionPaddedKeysMask(self.q_seqinfo, self.k_seqinfo, window_left, window_right)
+
+
+def check_storage(paged_type: Any, storage: type) -> None:
+    if not (isinstance(paged_type, type) and issubclass(paged_type, storage)):
+        raise ArgumentError(f"paged_type: expected {storage.__name__} or its causal form, got {paged_type!r}")
 
 
 def _host_max(x: Any) -> int:
@@ -493,7 +505,9 @@ class BlockDiagonalGappyKeysMask(AttentionMask):
     def make_paged(
         self, block_tables: Any, page_size: int, notional_padding: int, paged_type: type[_PagedGappy]
     ) -> _PagedGappy:
-        """The same keys over pages; sequence b's notional slot began at b * notional_padding."""
+        """The same keys over pages, with the window of `paged_type`; sequence b's notional slot began at
+        b * notional_padding."""
+        check_storage(paged_type, PagedBlockDiagonalGappyKeysMask)
         tables, page_size = _block_tables(block_tables, page_size, self.batch)
         notional_padding = _capacity(notional_padding, "notional_padding", least=1)
         if notional_padding % page_size:

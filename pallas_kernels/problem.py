@@ -112,7 +112,9 @@ def as_array(x: Any, name: str) -> jax.Array:
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         hint = " (pass its k and v)" if hasattr(x, "append") and hasattr(x, "k") else ""
         raise DTypeError(f"{name}: expected an array, got {type(x).__name__}{hint}")
-    if isinstance(x, np.ndarray) and jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
+    if not isinstance(x, (np.ndarray, np.generic, jax.Array)):
+        raise DTypeError(f"{name}: expected a jax or numpy array, got {type(x).__module__}.{type(x).__name__}")
+    if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) and jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
         raise DTypeError(f"{name}: {x.dtype} would be narrowed to {jax.dtypes.canonicalize_dtype(x.dtype)}; enable x64")
     return jnp.asarray(x)
 
@@ -296,9 +298,9 @@ def build(
     q_dtype = str(query.values.dtype if isinstance(query, Fp8) else query.dtype)
     out_dtype = check_output_dtype(output_dtype, q_dtype, partial)
     fp8_qk, fp8_pv = isinstance(query, Fp8), bool(quantize_pv)
-    if (fp8_qk or fp8_pv) and not isinstance(key, (SeedFp8, Fp8)):
-        which = "query" if fp8_qk else "quantize_pv"
-        raise DTypeError(f"{which}: multiplying in e4m3 needs key and value in SeedFp8 or Fp8, got {format_name(key)}")
+    if (fp8_qk or fp8_pv) and not (isinstance(key, (SeedFp8, Fp8)) and isinstance(value, (SeedFp8, Fp8))):
+        which, got = "query" if fp8_qk else "quantize_pv", f"{format_name(key)} and {format_name(value)}"
+        raise DTypeError(f"{which}: multiplying in e4m3 needs key and value in SeedFp8 or Fp8, got {got}")
     splits = check_splits(num_splits, split_size)
     queries = query.shape[0] * query.shape[1]
     heads = query.shape[2:-1]

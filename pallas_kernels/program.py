@@ -116,7 +116,10 @@ def program(problem: Problem, target: Target, least_tokens: int | None = None) -
     """
     counted = least_tokens is not None
     p = problem
-    policy = SplitPolicy(p.num_splits, p.split_size, p.max_keys, p.kv_heads, target.sms)
+    # More pieces than keys, or longer ones than a sequence, are the same as just as many.
+    most = max(p.max_keys, 1)
+    splits, size = (None if n is None else min(n, most) for n in (p.num_splits, p.split_size))
+    policy = SplitPolicy(splits, size, p.max_keys, p.kv_heads, target.sms)
     lse = LsePlace(p.lse_dtype, p.kv_heads * p.group, None if p.lse_rows == 1 else p.queries // p.lse_rows)
     key_shape = (
         (p.key_rows // p.page_size, p.page_size, p.kv_heads, p.head_dim)

@@ -40,7 +40,7 @@ def finish(
     empty = l == 0
     out = acc / jnp.where(empty, 1, l)[..., None]
     with jax.enable_x64(True):
-        lse = m.astype(jnp.float64) + jnp.log(l.astype(jnp.float64))
+        lse = jnp.where(empty, 0, m).astype(jnp.float64) + jnp.log(jnp.where(empty, 1, l).astype(jnp.float64))
         lse = jnp.where(empty, -jnp.inf, lse).astype(dtype)
     return out, lse
 
@@ -60,8 +60,10 @@ def take(problem: Problem, kv: Any, rows: jax.Array) -> jax.Array:
     MSLK's formats are decoded in half precision and rounded to the query's dtype first; ours are decoded in float32.
     """
     if isinstance(kv, KVFormat):
-        seed = kv.name.startswith("seed")
-        decoded = kv.gather_rows(rows, jnp.dtype(problem.q_dtype) if seed and not problem.fp8_qk else jnp.float32)
+        seed = kv.name.startswith("seed") and not problem.fp8_qk
+        if seed and problem.q_dtype == FP8:
+            return to_e4m3(kv.gather_rows(rows, jnp.float16)).astype(problem.compute_dtype)
+        decoded = kv.gather_rows(rows, jnp.dtype(problem.q_dtype) if seed else jnp.float32)
         return decoded.astype(problem.compute_dtype)
     flat = kv.reshape(problem.key_rows, problem.kv_heads, kv.shape[-1])
     return jnp.take(flat, rows, axis=0, mode="clip").astype(problem.compute_dtype)

@@ -82,7 +82,7 @@ def varlen_attn(
 
     Returns:
         out [Tq, Hq, Dv] in the query's dtype, or (out, lse [Hq, Tq]): natural logarithm, float32 (float64 for
-        float64 queries). A row that sees no key is 0, its LSE -inf. Rows beyond cu_seq_q[N] are 0 and -inf.
+        float64 queries). A row that sees no key is 0, its LSE -inf. Rows beyond cu_seq_q[N] see no key.
 
     Raises:
         ShapeError, DTypeError, ArgumentError, StaticArgumentError, UnsupportedError; GradientError on
@@ -158,7 +158,7 @@ def build(
         batch=nf.batch,
         queries=query.shape[0],
         key_rows=key_rows,
-        max_keys=min(max_k, row_capacity),
+        max_keys=min(1 << max(max_k - 1, 0).bit_length(), row_capacity),  # callers pass the maximum: few values compile
         kv_heads=kv_heads,
         group=group,
         head_dim=query.shape[-1],

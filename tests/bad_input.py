@@ -130,6 +130,11 @@ BAD_CALLS = [
     ("varlen-max-float", lambda f: varlen(f, max_k=6.5), TypeError, "max_k"),
     ("varlen-table-alone", lambda f: varlen(f, k=(2, 4, 4, 16), cu_k=None, block_table=[[0], [1]]), ValueError,
      "seqused_k"),
+    ("paged-type", lambda f: f.mask(PADDED, dict(q_seqlen=[1, 1], kv_padding=8, kv_seqlen=[3, 4])).make_paged(
+        f.array(np.zeros((2, 1)), "int32"), 8, f.mask_class(PAGED_GAPPY)), ValueError, "paged_type"),
+    ("fp8-value", lambda f: f.api.memory_efficient_attention(
+        floats(f, 1, 1, 2, 16), f.api.formats.quantize(floats(f, 1, 8, 2, 16), "fp8"),
+        f.api.formats.quantize(floats(f, 1, 8, 2, 16), "int8"), quantize_pv=True), TypeError, "quantize_pv"),
     ("varlen-aux", lambda f: varlen(f, return_aux=True), ValueError, "return_aux"),
     ("cache-as-key", lambda f: f.api.memory_efficient_attention(
         floats(f, 1, 1, 4, 16), f.api.formats.KVCache(*(floats(f, 1, 8, 4, 16),) * 2), floats(f, 1, 8, 4, 16)),

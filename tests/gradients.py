@@ -90,6 +90,37 @@ def check_attention(frontend, case, backend, seed=21):
     check_against_differences(frontend, loss, arrays)
 
 
+def check_large_common_score(frontend, backend):
+    """A row whose scores are all beside a huge common bias still splits its gradient evenly (MSLK-style padding)."""
+    rng = np.random.default_rng(31)
+    q, k, v = (rng.standard_normal(s).astype(np.float32) for s in ((1, 3, 2, 16), (1, 9, 2, 16), (1, 9, 2, 16)))
+    for value in (np.finfo(np.float32).min, -1e9, -1e6):
+        bias = np.zeros((1, 1, 3, 9), np.float32)
+        bias[..., 1, :] = value
+
+        def loss(q, k, v, bias=bias):
+            bias = frontend.array(bias, "float32")
+            return frontend.api.memory_efficient_attention(q, k, v, bias, backend=backend)[:, 1].sum()
+
+        _, gradients = frontend.value_and_grad(loss, {"q": q, "k": k, "v": v})
+        np.testing.assert_allclose(gradients["v"][0, :, 0, 0].sum(), 1, rtol=1e-4)
+
+
+def check_bias_row_of_minus_infinity(frontend, backend):
+    """A row that the bias empties gives zero gradients, not NaN."""
+    rng = np.random.default_rng(32)
+    arrays = {"q": rng.standard_normal((1, 3, 2, 16)), **{n: rng.standard_normal((1, 9, 2, 16)) for n in "kv"}}
+    bias = rng.standard_normal((1, 1, 3, 9))
+    bias[..., 1, :] = -np.inf
+
+    def loss(q, k, v):
+        bias_array = frontend.array(bias, "float64")
+        out, lse = frontend.api.memory_efficient_attention_forward_requires_grad(q, k, v, bias_array, backend=backend)
+        return out.sum() + frontend.where_finite(lse).sum()
+
+    check_against_differences(frontend, loss, arrays)
+
+
 def check_varlen(frontend, window, seed=22, sinks=False):
     rng = np.random.default_rng(seed)
     q_lens, k_lens = [3, 0, 5, 2], [7, 2, 3, 0]

@@ -80,3 +80,7 @@ def nan_tail(x):
 def host_ints(x):
     """int32 that the library can check: numpy."""
     return np.asarray(x, np.int32)
+
+
+def mask_class(name):
+    return getattr(masks, name)

@@ -87,3 +87,7 @@ def nan_tail(x):
 def host_ints(x):
     """int32 that the library can check: a tensor on the CPU."""
     return torch.tensor(x, dtype=torch.int32)
+
+
+def mask_class(name):
+    return getattr(attn_bias, name)

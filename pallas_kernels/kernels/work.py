@@ -91,9 +91,9 @@ def visible_keys(window: Window, i: Any, q_len: Any, k_len: Any) -> tuple[Any, A
     here = i if window.top_left else i + (k_len - q_len)
     low, high = jnp.int32(0), k_len
     if window.left is not None:
-        low = jnp.maximum(low, here - min(window.left, 2**30))
+        low = jnp.maximum(low, here - window.left)
     if window.right is not None:
-        high = jnp.minimum(high, here + (min(window.right, 2**30) + 1))
+        high = jnp.minimum(high, here + window.right + 1)
     return low, jnp.where(i < q_len, high, low)
 
 

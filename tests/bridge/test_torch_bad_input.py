@@ -14,6 +14,28 @@ def test_raises(name, call, kind, text):
     bad_input.check(frontend, call, kind, text)
 
 
+def test_expanded_heads_must_be_the_query_s():
+    q, k = torch.randn(2, 3, 4, 16), torch.randn(2, 9, 1, 16).expand(2, 9, 6, 16)
+    with pytest.raises(ValueError, match="heads"):
+        bridge.memory_efficient_attention(q, k, k)
+
+
+def test_an_expanded_cache_is_not_written():
+    k, v = torch.zeros(1, 8, 4, 16), torch.zeros(1, 8, 1, 16).expand(1, 8, 4, 16)
+    new = torch.randn(1, 2, 4, 16)
+    with pytest.raises(ValueError, match="expanded"):
+        bridge.formats.KVCache(k, v).append(new, new, positions=[[0, 1]])
+    assert not k.any()
+
+
+def test_a_given_scale_is_kept_as_it_was():
+    scale = torch.full((2,), 0.01)
+    cache = bridge.formats.quantize(torch.randn(1, 4, 2, 16), "fp8", scale=scale)
+    before = cache.dequantize()
+    scale.mul_(2)
+    assert torch.equal(cache.dequantize(), before)
+
+
 def test_devices_mixed():
     q = torch.randn(1, 2, 2, 16)
     with pytest.raises(RuntimeError, match="one device"):

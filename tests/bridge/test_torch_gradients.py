@@ -16,6 +16,11 @@ def test_attention(name):
     gradients.check_attention(frontend, gradients.GRADIENT_CASES[name], "chunked")
 
 
+def test_extreme_biases():
+    gradients.check_large_common_score(frontend, "chunked")
+    gradients.check_bias_row_of_minus_infinity(frontend, "reference")
+
+
 @pytest.mark.parametrize("window", [(-1, 0), (2, 1)])
 def test_varlen(window):
     gradients.check_varlen(frontend, window, sinks=window == (-1, 0))
@@ -59,6 +64,30 @@ def test_write_before_backward_raises():
     k.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["out", "lse"])
+def test_write_into_a_result_before_backward_raises(which):
+    q, k = torch.randn(3, 1, 4, 16, requires_grad=True), torch.randn(3, 9, 1, 16)
+    results = bridge.memory_efficient_attention_forward_requires_grad(q, k, k)
+    results[which].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        results[0].sum().backward()
+
+
+def test_forward_mode_raises():
+    q = torch.randn(1, 3, 2, 16)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, q)
+        with pytest.raises(GradientError, match="forward-mode"):
+            bridge.memory_efficient_attention(dual, q, q)
+
+
+def test_appending_has_no_gradient():
+    cache = bridge.formats.KVCache(torch.zeros(1, 4, 2, 16), torch.zeros(1, 4, 2, 16))
+    new = torch.randn(1, 1, 2, 16, requires_grad=True)
+    with pytest.raises(GradientError, match="appending"):
+        cache.append(new, new, positions=[[0]])
 
 
 def test_second_derivative_raises():

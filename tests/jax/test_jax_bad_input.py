@@ -55,6 +55,15 @@ def test_reference_warns_above_its_size():
         jax.eval_shape(lambda q: pk.memory_efficient_attention(q, q, q, backend="reference"), q)
 
 
+def test_a_float64_array_is_not_narrowed():
+    with jax.enable_x64(True):
+        q = jnp.ones((1, 2, 2, 16), jnp.float64)
+    with pytest.raises(TypeError, match="narrowed"):
+        pk.memory_efficient_attention(q, q, q)
+    with pytest.raises(TypeError, match="narrowed"):
+        pk.merge_attentions([q], [q[..., 0].swapaxes(1, 2)])
+
+
 def test_mixed_array_and_format():
     q = jnp.ones((1, 2, 2, 16), jnp.float32)
     with pytest.raises(TypeError, match="both"):

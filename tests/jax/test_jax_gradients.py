@@ -23,6 +23,12 @@ def test_attention(name, backend):
     gradients.check_attention(frontend, gradients.GRADIENT_CASES[name], backend)
 
 
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+def test_extreme_biases(backend):
+    gradients.check_large_common_score(frontend, backend)
+    gradients.check_bias_row_of_minus_infinity(frontend, backend)
+
+
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (2, 1)])
 def test_varlen(window):
     gradients.check_varlen(frontend, window, sinks=window == (-1, 0))

@@ -280,6 +280,13 @@ def test_reasons_for_refusal(change, reason):
     assert any(reason in text for text in unsupported(problem))
 
 
+def test_more_pieces_than_keys_are_as_many_as_keys():
+    problem = described(4, 128, "bfloat16", "padded")
+    kept = [dataclasses.replace(problem, **x) for x in (dict(split_size=10**12), dict(num_splits=10**6))]
+    policies = [program(p, HOPPER).launches[0].kernel.policy for p in kept]
+    assert [policies[0].split_size, policies[1].num_splits] == [1024, 1024]
+
+
 def test_slots_of_partials_suffice_for_every_count():
     """The automatic number of pieces depends on the true count: the workspace holds them all, for every count."""
     for capacity in (1, 4, 64):

@@ -226,6 +226,26 @@ def test_window_skips_the_keys_outside():
     assert int(chunked._tiles(problem, operands, chunked._block_length(problem)).blocks) > 1
 
 
+@pytest.mark.parametrize("far", [2**30, 2**31 - 1, sys.maxsize])
+def test_far_windows_are_no_windows(far):
+    rng = np.random.default_rng(0)
+    q, k = (jnp.asarray(rng.standard_normal((n, 2, 16)), jnp.float32) for n in (3, 9))
+    cu_q, cu_k = np.array([0, 3], np.int32), np.array([0, 9], np.int32)
+    want = pk.varlen_attn(q, k, k, cu_q, cu_k, 3, 9)
+    for window in ((far, -1), (-1, far), (far, far)):
+        for backend in ("chunked", "reference"):
+            out = pk.varlen_attn(q, k, k, cu_q, cu_k, 3, 9, window_size=window, backend=backend)
+            checks.close(frontend.numpy(out), frontend.numpy(want), 1e-6, 1e-6)
+
+
+def test_an_e4m3_query_saturates_seed_rows():
+    rng = np.random.default_rng(0)
+    cache = pk.formats.quantize(jnp.asarray(1 + 300 * rng.standard_normal((1, 9, 2, 32)), jnp.float32), "seed_int4")
+    q = jnp.asarray(rng.standard_normal((1, 1, 2, 32)), jnp.float8_e4m3fn)
+    out = pk.memory_efficient_attention(q, cache, cache, output_dtype=jnp.float32)
+    assert np.isfinite(out).all() and np.abs(out).max() <= 448
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_lse_dtype_follows_the_output(dtype):
     q = jnp.asarray(np.random.default_rng(0).standard_normal((1, 2, 2, 16)), dtype)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from pallas_kernels.errors import ArgumentError, ShapeError, UnsupportedError
-from pallas_kernels.masks import Window
+from pallas_kernels.masks import Window, check_storage
 
 from .base import CAUSAL, PackedBias, PagedBias, check_tables, same_count
 from .seqlen import Device, _GappySeqInfo, _SeqLenInfo, default_device, host_lengths, movable
@@ -45,6 +45,7 @@ class BlockDiagonalGappyKeysMask(PackedBias):
         Raises ArgumentError (a ValueError and AssertionError) where page_size does not divide notional_padding, or
         keys lie outside [0, pages_per_row * page_size) of their slot.
         """
+        check_storage(paged_type, PagedBlockDiagonalGappyKeysMask)
         check_tables(block_tables, page_size, self._count)
         if notional_padding % page_size:
             raise ArgumentError(

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from pallas_kernels.errors import ShapeError, UnsupportedError
-from pallas_kernels.masks import Window
+from pallas_kernels.masks import Window, check_storage
 
 from .base import CAUSAL, DenseBlocks, PagedBias, check_tables, same_count
 from .dense import check_window
@@ -48,6 +48,7 @@ class BlockDiagonalPaddedKeysMask(DenseBlocks):
         self, block_tables: torch.Tensor, page_size: int, paged_type: type[P]
     ) -> P:
         """The same lengths (the same tensors) over pages; block_tables: int32 [N, pages_per_row]."""
+        check_storage(paged_type, PagedBlockDiagonalPaddedKeysMask)
         return paged_type(**self._paged_fields(block_tables, page_size))
 
     def _paged_fields(self, block_tables: torch.Tensor, page_size: int) -> dict[str, Any]:
