@@ -112,3 +112,31 @@ def check_split_and_merge(frontend, backend, seed, dtype="float32"):
     want_out, want_lse = oracle.dense(q, k, v)
     close(frontend.numpy(out), want_out, 1e-4, 1e-4)
     close(frontend.numpy(lse), want_lse, 1e-4, 1e-4)
+
+
+FORMATS = [("seed_int4", 2), ("seed_fp8", 1), ("fp8", 1), ("int8", 1), ("int4", 1), ("int4", 4)]
+
+
+def check_garbage_in_formats(frontend, name, groups, paged):
+    """NaN codes and coefficients in rows that no query sees change no bit of the result."""
+    rng = np.random.default_rng(41)
+    lengths, slot = [5, 0, 16], 16
+    x = rng.standard_normal((2, 3, slot, 2, 32))
+    q = frontend.array(rng.standard_normal((1, 3, 4, 32)), "float16")
+    unused = (np.arange(slot) >= np.array(lengths)[:, None])[..., None, None]
+    arguments, axes = dict(q_seqlen=[1, 1, 1], kv_seqlen=lengths, kv_padding=slot), (1, -1, 2, 32)
+    mask = frontend.mask("BlockDiagonalPaddedKeysMask", arguments)
+    if paged:
+        table, axes = np.arange(3, dtype=np.int32)[:, None], (3, slot, 2, 32)
+        arguments = dict(q_seqlen=[1, 1, 1], kv_seqlen=lengths, block_tables=table, page_size=slot)
+        mask = frontend.mask("PagedBlockDiagonalPaddedKeysMask", arguments)
+    options = {"groups": groups} if groups > 1 else {}
+    results = []
+    for garbage in (0.0, np.nan):  # a row that holds a NaN is quantised with NaN coefficients
+        kv = [frontend.array(np.where(unused, garbage, part).reshape(axes), "float32") for part in x]
+        kv = [frontend.api.formats.quantize(part, name, **options) for part in kv]
+        assert np.isnan(frontend.numpy(kv[0].dequantize())).any() == np.isnan(garbage)
+        results.append(frontend.api.memory_efficient_attention_forward_requires_grad(q, *kv, mask))
+    for clean, dirty in zip(*results):
+        np.testing.assert_array_equal(frontend.numpy(clean), frontend.numpy(dirty))
+    assert np.isfinite(frontend.numpy(results[0][0])).all()

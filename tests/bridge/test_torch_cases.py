@@ -34,3 +34,9 @@ def test_merge(case, as_list):
 
 def test_split_and_merge():
     checks.check_split_and_merge(frontend, "chunked", seed=15)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("name,groups", checks.FORMATS)
+def test_garbage_in_formats(name, groups, paged):
+    checks.check_garbage_in_formats(frontend, name, groups, paged)

@@ -45,3 +45,9 @@ def test_merge(case, as_list):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_split_and_merge(backend):
     checks.check_split_and_merge(frontend, backend, seed=5)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("name,groups", checks.FORMATS)
+def test_garbage_in_formats(name, groups, paged):
+    checks.check_garbage_in_formats(frontend, name, groups, paged)
