@@ -69,7 +69,8 @@ class Program:
 
 
 HEAD_DIMS = (32, 64, 128)
-MAX_GROUP = 16
+MAX_GROUP = 64
+"""Query heads that share a KV head: the rows of one tile."""
 PAGE_SIZES = (64, 128)
 MAX_TOKENS_PER_SEQUENCE = 16
 """Each query token reads its sequence's keys once, so that many tokens are better served otherwise."""
@@ -90,7 +91,6 @@ def unsupported(problem: Problem) -> list[str]:
         (p.value_dim != p.head_dim, f"value head_dim {p.value_dim} other than key's"),
         (not 1 <= p.group <= MAX_GROUP, f"{p.group} query heads share a KV head (accepted: 1 to {MAX_GROUP})"),
         (p.bias is not None, "an array bias"),
-        (p.softcap is not None, "softcap"),
         (p.sinks, "sinks"),
         (
             p.queries > MAX_TOKENS_PER_SEQUENCE * p.batch,
@@ -138,6 +138,7 @@ def program(problem: Problem, target: Target, least_tokens: int | None = None) -
         out_dtype=p.out_dtype,
         lse=lse,
         scale=p.scale,
+        softcap=p.softcap,
         window=p.window,
         policy=policy,
         key_shape=key_shape,

@@ -46,6 +46,7 @@ class Decode:
     out_dtype: str
     lse: LsePlace
     scale: float
+    softcap: float | None
     window: Window
     policy: SplitPolicy
     key_shape: tuple[int, ...]
@@ -267,7 +268,7 @@ class _Block:
         s = pl.run_scoped(multiply, plgpu.ACC((ROWS, KEY_TILE), jnp.float32))
         plgpu.barrier_arrive(smem["k_freed"].at[slot])
         key = base + plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
-        s = jnp.where((key >= low) & (key < high), s * (self.cfg.scale * math.log2(math.e)), UNSEEN)
+        s = jnp.where((key >= low) & (key < high), self._score(s), UNSEEN)
         new = jnp.maximum(m, s.max(axis=1))
         rescale = jnp.exp2(m - new)
         p = jnp.exp2(s - lax.broadcast_in_dim(new, s.shape, [0]))
@@ -279,6 +280,15 @@ class _Block:
         acc = _compat.weighted_values(p.astype(self.cfg.dtype), smem["v"].at[slot], acc, smem.get("p"))
         plgpu.barrier_arrive(smem["v_freed"].at[slot])
         return acc, new, l
+
+    def _score(self, raw: jax.Array) -> jax.Array:
+        """q.k -> score in units of log 2."""
+        cap = self.cfg.softcap
+        if cap is None:
+            return raw * (self.cfg.scale * math.log2(math.e))
+        # tanh by exp2: the hardware's own tanh is good to 11 bits only, which a cap of 50 turns into 0.02.
+        grown = jnp.exp2(raw * (2 * self.cfg.scale / cap * math.log2(math.e)))
+        return (cap * math.log2(math.e)) * (1 - 2 / (grown + 1))
 
     def _clear_values(self, slot: Any, base: Any, low: Any, high: Any) -> None:
         """Rows outside the piece may be NaN, and 0 * NaN is NaN: they become zero."""

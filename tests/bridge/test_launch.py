@@ -64,8 +64,9 @@ from pallas_kernels.kernels.work import SplitPolicy
 from pallas_kernels.masks import Window
 shapes = [(2, 1, 4, 64), (2, 128, 1, 64), (2, 128, 1, 64)]
 policy = SplitPolicy(1, None, 128, 1, 132)
-kernel = Decode(2, 2, 1, 4, 64, "bfloat16", "bfloat16", LsePlace("float64", 4, None), 0.1, Window(), policy, shapes[1],
-                None, None, None, True, False, 132, 2)
+lse = LsePlace("float64", 4, None)
+kernel = Decode(2, 2, 1, 4, 64, "bfloat16", "bfloat16", lse, 0.1, None, Window(), policy, shapes[1], None, None, None,
+                True, False, 132, 2)
 inputs = [jax.ShapeDtypeStruct(s, "bfloat16") for s in shapes]
 inputs += [jax.ShapeDtypeStruct((n,), "int32") for n in (3, 2, 1, 1)]
 module = _mosaic.lower(kernel.build(), inputs)
@@ -133,6 +134,7 @@ COVERED = [
     dict(group=1, kv_heads=2, dim=64, lengths=[100, 7], slot=104, options={"num_splits": 1}),
     dict(group=16, kv_heads=1, dim=32, lengths=[300, 7, 256], slot=304, options={"num_splits": 3}),
     dict(group=3, kv_heads=2, dim=128, lengths=[512, 511], slot=512, options={"split_size": 200}),
+    dict(group=48, kv_heads=1, dim=128, lengths=[512, 3], slot=512, options={"softcap": 2.0}),
 ]
 
 
@@ -149,8 +151,9 @@ def test_right_and_the_same_bits_as_jax(case, page_size, dtype):
     k, v = (cases.round_f32(rng.standard_normal((n * slot, kv_heads, dim)), dtype) for _ in range(2))
     positions = oracle.key_positions("padded", case["lengths"], total=n * slot)
     want_out, want_lse = oracle.block_diagonal(
-        q, k, v, [1] * n, positions, [oracle.visible_table("all", 1, length) for length in case["lengths"]]
-    )
+        q, k, v, [1] * n, positions, [oracle.visible_table("all", 1, length) for length in case["lengths"]],
+        softcap=case["options"].get("softcap"),
+    )  # fmt: skip
     outside = np.setdiff1d(np.arange(n * slot), np.concatenate(positions))
     k[outside] = v[outside] = np.nan
     name, arguments = "BlockDiagonalPaddedKeysMask", dict(q_seqlen=[1] * n, kv_seqlen=case["lengths"])
@@ -353,8 +356,9 @@ def test_what_no_kernel_covers():
     q, k, v, mask = padded(2, 100, [100, 7])  # slots of 100 keys
     with pytest.raises(UnsupportedError, match="multiples of 8"):
         bridge.memory_efficient_attention(q, k, v, mask, backend="hopper")
-    with pytest.raises(UnsupportedError, match="softcap"):
-        bridge.memory_efficient_attention(q, k, v, mask, backend="hopper", softcap=3.0)
+    sinks = torch.zeros(8, device="cuda")
+    with pytest.raises(UnsupportedError, match="sinks"):
+        bridge.memory_efficient_attention(q, k, v, mask, backend="hopper", sinks=sinks)
     with pytest.warns(FallbackWarning) as warned:
         out = bridge.memory_efficient_attention(q, k, v, mask)
         bridge.memory_efficient_attention(q, k, v, mask)

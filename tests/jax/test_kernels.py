@@ -57,7 +57,7 @@ def call(q_lens, k_lens, *, group, kv_heads, dim, dtype, page_size=None, slot=No
     k, v = poisoned(k, outside), poisoned(v, outside)
     left, right = window or (None, None)
     visible = [oracle.visible_table("window", *lens, left=left, right=right) for lens in zip(q_lens, k_lens)]
-    want = oracle.block_diagonal(q, k, v, q_lens, positions, visible)
+    want = oracle.block_diagonal(q, k, v, q_lens, positions, visible, softcap=options.get("softcap"))
     if page_size is None:
         if window is None:
             mask = masks.BlockDiagonalPaddedKeysMask.from_seqlens(q_lens, slot, k_lens)
@@ -99,6 +99,9 @@ VALUES = {
                    num_splits=2),
     "paged-causal": dict(q_lens=[3, 1], k_lens=[130, 64], group=2, kv_heads=1, dim=64, page_size=64, window=(None, 0),
                          num_splits=1),
+    "softcap": dict(q_lens=[1, 1], k_lens=[200, 65], group=4, kv_heads=2, dim=64, slot=200, num_splits=2, softcap=1.5),
+    "group-40": dict(q_lens=[1, 2], k_lens=[129, 64], group=40, kv_heads=1, dim=64, slot=136, num_splits=2,
+                     window=(None, 0)),
     "all-empty": dict(q_lens=[1, 1], k_lens=[0, 0], group=4, kv_heads=1, dim=64, slot=64, num_splits=2),
 }  # fmt: skip
 
@@ -186,7 +189,7 @@ def test_public_functions_run_the_interpreter():
 
 # ------------------------------------------------------------------------------------------------- lowering
 
-POLICIES = [{"num_splits": 1}, {"num_splits": 3}, {"split_size": 256}, {}]
+POLICIES = [{"num_splits": 1}, {"num_splits": 3, "softcap": 30.0}, {"split_size": 256}, {}]
 STORAGES = ["full", "dense", "padded", *PAGE_SIZES]
 
 
@@ -195,7 +198,7 @@ def lowering_cases():
     latter with one group."""
     dtypes, yes_or_no = ("bfloat16", "float16"), (False, True)
     turns = itertools.cycle(itertools.product(dtypes, STORAGES, range(4), yes_or_no, yes_or_no))
-    for group, dim in itertools.product(range(1, MAX_GROUP + 1), HEAD_DIMS):
+    for group, dim in itertools.product((*range(1, 17), 24, 40, MAX_GROUP), HEAD_DIMS):
         yield group, dim, *next(turns)
     for storage, policy, counted in itertools.product(STORAGES, range(4), (False, True)):
         yield 4, 128, "bfloat16", storage, policy, counted, False
@@ -266,8 +269,8 @@ def test_the_jitted_function_is_the_programs_kernels_and_nothing_else(storage):
 @pytest.mark.parametrize(
     "change,reason",
     [
-        (dict(head_dim=48, value_dim=48), "head_dim"), (dict(value_dim=32), "value head_dim"), (dict(group=17), "17"),
-        (dict(softcap=1.0), "softcap"), (dict(sinks=True), "sinks"), (dict(bias=(1, 1, 1, 1, 8)), "bias"),
+        (dict(head_dim=48, value_dim=48), "head_dim"), (dict(value_dim=32), "value head_dim"), (dict(group=65), "65"),
+        (dict(sinks=True), "sinks"), (dict(bias=(1, 1, 1, 1, 8)), "bias"),
         (dict(q_dtype="float32", key_format="float32"), "dtype"), (dict(key_format="int4/int32"), "low-bit"),
         (dict(slot=None), "slots"), (dict(slot=1023), "multiples of 8"), (dict(slot=None, page_size=32), "page_size"),
         (dict(queries=65), "query tokens"), (dict(out_dtype="float8_e4m3fn"), "output"),
