@@ -73,7 +73,7 @@ def median_kernels(calls: Sequence[Kernels]) -> Kernels:
 def torch_us(function: Callable[..., Any], argument_sets: Sequence[tuple[Any, ...]], rep_ms: int = 60) -> float:
     """Microseconds of one call, from replays of a CUDA graph of many.
 
-    Captured thread-locally: in torch's default mode, whatever JAX's own threads do meanwhile fails, and the capture too.
+    Captured thread-locally: in torch's default mode, what JAX's own threads do meanwhile fails, and the capture too.
     """
     import torch
     from triton.testing import do_bench_cudagraph
