@@ -27,8 +27,8 @@ XLA_PYTHON_CLIENT_PREALLOCATE=false is in the environment before**. On CUDA:
   JAX's work on it is queued. No thread of ours waits for that: what is dropped too early, and all memory of torch, is
   given back by the next exchanges on CUDA.
 * Nothing is exchanged while a CUDA graph is captured. With JAX's client open, capture with
-  `torch.cuda.graph(..., capture_error_mode="thread_local")`: JAX's own threads may call CUDA meanwhile. A graph does not
-  keep what it reads: hold a tensor over JAX memory for as long as you replay a graph that was captured with it.
+  `torch.cuda.graph(..., capture_error_mode="thread_local")`: JAX's own threads may call CUDA meanwhile. A graph
+  does not keep what it reads: hold a tensor over JAX memory while you replay a graph that was captured with it.
 """
 
 import contextlib
