@@ -11,8 +11,9 @@ import torch_frontend as frontend
 ATTENTION = [*cases.mask_cases(), *cases.dense_cases()]
 
 
-@pytest.mark.parametrize("case", ATTENTION, ids=str)
+@pytest.mark.parametrize("case", ATTENTION[::2], ids=str)
 def test_attention(case):
+    """Every second case: what it adds to the JAX front end is the way there and back, not the arithmetic."""
     checks.check_case(frontend, case, "chunked", seed=11)
 
 
