@@ -83,9 +83,9 @@ class Gradients(NamedTuple):
 
 
 def backward(
-    problem: Problem, x: Operands, out: jax.Array, lse: jax.Array, d_out: jax.Array, d_lse: jax.Array
+    problem: Problem, x: Operands, out: jax.Array, d_out: jax.Array, d_lse: jax.Array
 ) -> Gradients:
-    """Gradients of the operands for cotangents of both results; out and lse as `attention` returned them.
+    """Gradients of the operands for cotangents of both results; out as `attention` returned it.
 
     With p = exp(s - m) / l, dp = d_out . v and delta = d_out . out - d_lse: ds = p (dp - delta). The maximum m and the
     sum l of each row are found again: beside a maximum of large magnitude the LSE m + log l has lost log l.

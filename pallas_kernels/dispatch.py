@@ -104,11 +104,11 @@ def _forward(problem: Problem, backend: str, x: Operands) -> tuple[jax.Array, ja
 
 
 def backward(
-    problem: Problem, backend: str, x: Operands, out: jax.Array, lse: jax.Array, d_out: jax.Array, d_lse: jax.Array
+    problem: Problem, backend: str, x: Operands, out: jax.Array, d_out: jax.Array, d_lse: jax.Array
 ) -> chunked.Gradients:
     """Gradients of q, k, v, bias and sinks; shapes and dtypes of the operands. A kernel's forward has the blockwise
     backward."""
-    lse, d_lse = (_tokens_first(problem, a) for a in (lse, d_lse))
+    d_lse = _tokens_first(problem, d_lse)
     if problem.empty or backend == "reference":
 
         def run(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> tuple[jax.Array, jax.Array]:
@@ -116,7 +116,7 @@ def backward(
 
         _, vjp = jax.vjp(run, x.q, x.k, x.v, x.bias, x.sinks)
         return chunked.Gradients(*vjp((d_out.astype(problem.compute_dtype), d_lse)))
-    return chunked.backward(problem, x, out, lse, d_out, d_lse)
+    return chunked.backward(problem, x, out, d_out, d_lse)
 
 
 _forward_jit = jax.jit(forward, static_argnums=(0, 1))
@@ -142,15 +142,15 @@ def _attend_fwd(problem: Problem, backend: str, x: Any) -> tuple[Any, Any]:
         raise GradientError("no gradient is defined for an fp8 query")
     x = jax.tree.map(lambda leaf: leaf.value, x, is_leaf=is_leaf)
     out, lse = _forward_jit(problem, backend, x)
-    return (out, lse), (x, out, lse)
+    return (out, lse), (x, out)
 
 
 def _attend_bwd(problem: Problem, backend: str, residuals: Any, cotangents: Any) -> tuple[Any]:
-    x, out, lse = residuals
+    x, out = residuals
     d_out, d_lse = (
         jnp.zeros(c.shape, c.dtype) if isinstance(c, SymbolicZero) else c for c in cotangents
     )
-    d = _backward_jit(problem, backend, x, out, lse, d_out, d_lse)
+    d = _backward_jit(problem, backend, x, out, d_out, d_lse)
     d = chunked.Gradients(*map(gradient_of, (x.q, x.k, x.v, x.bias, x.sinks), d))
     nf = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jax.dtypes.float0), x.nf)
     return (Operands(d.q, d.k, d.v, nf, d.bias, d.sinks),)
