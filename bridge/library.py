@@ -29,43 +29,14 @@ from torch.library import Library, register_autograd, register_fake
 from pallas_kernels.errors import DeviceError, GradientError, UnsupportedError
 
 from . import _flat, _gradients
+from ._needed import needed, watched
+
+__all__ = ["NAMESPACE", "attention", "flash_enabled", "needed", "ops", "varlen", "watched"]
 
 NAMESPACE = "pallas_splitk"
 ops = getattr(torch.ops, NAMESPACE)
 
 _library = Library(NAMESPACE, "DEF")  # the registrations live as long as this
-
-
-# ------------------------------------------------------------------------------------------- when ops are needed
-
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-_functions = torch._C._len_torch_function_stack
-_dispatches = torch._C._len_torch_dispatch_stack
-_transforms = torch._C._functorch.peek_interpreter_stack
-_autocast = torch._C._is_any_autocast_enabled
-
-
-def needed(tensors: Iterable[Any]) -> bool:
-    """Whether a call of these tensors must go through the ops: something in torch has to see it.
-
-    That is while compiling, under a dispatch or function mode (fake tensors, FLOP counting, a default device), a
-    `torch.func` transform or autocast, for a gradient, and for meta tensors and subclasses of Tensor. `tensors` may
-    hold None and formats. Below 1 us for three plain tensors.
-    """
-    if torch.compiler.is_compiling():
-        return True
-    if _dispatches() or _functions() or _autocast() or _transforms() is not None:
-        return True
-    grad = torch.is_grad_enabled()
-    for x in tensors:
-        if x is None:
-            continue
-        if type(x) in _PLAIN:
-            if x.is_meta or (grad and x.requires_grad):
-                return True
-        elif isinstance(x, torch.Tensor) or (hasattr(x, "opened") and needed(_flat.flatten_formats(x)[0])):
-            return True
-    return False
 
 
 # ------------------------------------------------------------------------------------------------------- schemas
@@ -74,7 +45,7 @@ _SPLITS = "SymInt? num_splits=None, SymInt? split_size=None"
 _MASK = "Tensor? q_start=None, Tensor? k_start=None, Tensor? k_len=None, Tensor? block_table=None"
 _ATTENTION = (
     f"Tensor? bias=None, Tensor? sinks=None, Tensor? kv_lengths=None, {_MASK}, Tensor[]? coefficients=None, *, ScalarType? output_dtype=None, "
-    f"bool partial=False, float p=0.0, float? scale=None, float? softcap=None, {_SPLITS}, "
+    f"bool partial=False, float? scale=None, float? softcap=None, {_SPLITS}, "
     "SymInt? window_left=None, SymInt? window_right=None, bool top_left=False, SymInt? page_size=None, "
     'bool packed=False, bool slotted=True, bool quantize_pv=False, str formats="", str backend="auto"'
 )
@@ -128,6 +99,8 @@ def attention(
     query: Any, key: Any, value: Any, bias: Any, sinks: Any, kv_lengths: Any, mask: _flat.Mask, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`pallas_splitk::attention` of a mask and of tensors or formats. options: the keywords of `_flat.attend`."""
+    if (p := options.pop("p")) != 0.0:
+        raise UnsupportedError(f"p: dropout is not supported, got p = {p}; accepted is 0.0")
     (query, key, value), coefficients, formats = _flat.flatten_formats(query, key, value)
     tensors = (query, key, value, bias, sinks)
     if formats or mask.page_size is not None:
@@ -164,7 +137,7 @@ def _stores(first: Sequence[torch.Tensor], coefficients: Any, options: dict[str,
 
 
 _ATTENTION_DEFAULTS: dict[str, Any] = dict(
-    output_dtype=None, partial=False, p=0.0, scale=None, softcap=None, num_splits=None, split_size=None,
+    output_dtype=None, partial=False, scale=None, softcap=None, num_splits=None, split_size=None,
     window_left=None, window_right=None, top_left=False, page_size=None, packed=False, slotted=True,
     quantize_pv=False, formats="", backend="auto",
 )  # fmt: skip
@@ -190,12 +163,10 @@ def _attention(
 def _attention_fake(
     query: Any, key: Any, value: Any, bias: Any = None, sinks: Any = None,
     kv_lengths: Any = None, q_start: Any = None, k_start: Any = None, k_len: Any = None, block_table: Any = None,
-    coefficients: Any = None, *, output_dtype: Any = None, partial: bool = False, p: float = 0.0, packed: bool = False, formats: str = "",
+    coefficients: Any = None, *, output_dtype: Any = None, partial: bool = False, packed: bool = False, formats: str = "",
     **_: Any,
 ) -> Any:  # fmt: skip
     _same_device(query, key, value, bias, sinks, kv_lengths, q_start, k_len, block_table)
-    if p != 0.0:
-        raise UnsupportedError(f"p: dropout is not supported, got p = {p}; accepted is 0.0")
     out_dtype = output_dtype or query.dtype
     if output_dtype is None and partial and query.dtype != torch.float64:
         out_dtype = torch.float32
@@ -262,6 +233,12 @@ def _like(inputs: Sequence[Any], wanted: Sequence[bool]) -> tuple[Any, ...]:
 
 
 # -------------------------------------------------------------------------------------------------------- varlen
+
+
+@torch.compiler.assume_constant_result  # as torch's own `varlen_attn` takes it while it is traced
+def flash_enabled() -> bool:
+    """Whether the user lets SDPA's flash backend run, of which `varlen_attn` is a part."""
+    return torch.backends.cuda.flash_sdp_enabled()
 
 
 def varlen(
