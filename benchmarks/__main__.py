@@ -1,4 +1,4 @@
-"""`python -m benchmarks check` and `python -m benchmarks decode`."""
+"""`python -m benchmarks COMMAND`: see NOTES.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import check, decode, machine
+from . import check, machine, timed, tune
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks", description="Correctness and speed of the kernels on a Hopper GPU."
     )
     commands = parser.add_subparsers(required=True, dest="command", metavar="command")
-    for module in (check, decode):
+    for module in (check, *timed.COMMANDS, tune):
         text = (module.__doc__ or "").strip()
         command = commands.add_parser(module.NAME, help=text.splitlines()[0], description=text)
         module.add_arguments(command)

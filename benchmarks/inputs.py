@@ -8,44 +8,85 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .configs import Config
-from .rows import Row
+from .rows import AnyRow, MergeRow, Row
 
 SPARE_PAGES = 3
 
 
-class Dense(NamedTuple):
-    """Of a row, in torch: q [B, tokens, heads, D]; k, v [B, keys, kv_heads, D]; lengths int32 [B]."""
+class Attention(NamedTuple):
+    """Of a `Row`: q [B, tokens, heads, D]; k, v [B, keys, kv_heads, D], or [pages, page_size, kv_heads, D] with a
+    table int32 [B, pages of a row]; lengths int32 [B]. Rows of the cache beyond a length hold finite numbers."""
 
     q: Any
     k: Any
     v: Any
     lengths: Any
+    table: Any = None
 
 
-def of_row(row: Row, seed: int, device: str = "cuda") -> Dense:
+class Merge(NamedTuple):
+    """Of a `MergeRow`: attn float32 [S, B, M, heads, D]; lse [S, B, heads, M]."""
+
+    attn: Any
+    lse: Any
+
+
+def of_row(row: AnyRow, seed: int, device: str = "cuda") -> Attention | Merge:
     import torch
 
     make = torch.Generator(device).manual_seed(seed)
 
-    def normal(*shape: int) -> Any:
-        return torch.randn(shape, generator=make, dtype=getattr(torch, row.dtype), device=device)
+    def normal(*shape: int, dtype: str = row.dtype) -> Any:
+        return torch.randn(shape, generator=make, dtype=getattr(torch, dtype), device=device)
 
-    return Dense(
-        normal(row.batch, row.tokens, row.heads, row.head_dim),
-        normal(row.batch, row.keys, row.kv_heads, row.head_dim),
-        normal(row.batch, row.keys, row.kv_heads, row.head_dim),
-        torch.full((row.batch,), row.keys, dtype=torch.int32, device=device),
-    )
+    if isinstance(row, MergeRow):
+        parts = (row.splits, row.batch)
+        return Merge(
+            normal(*parts, row.queries, row.heads, row.head_dim, dtype="float32"),
+            normal(*parts, row.heads, row.queries, dtype=row.lse_dtype),
+        )
+    slots, table = (row.batch, row.keys), None
+    lengths = torch.tensor(row.key_counts(), dtype=torch.int32)
+    if row.page_size is not None:
+        table, pages = _random_pages(row, seed)
+        slots, table = (pages, row.page_size), table.to(device)
+    q = normal(row.batch, row.tokens, row.heads, row.head_dim)
+    k, v = (normal(*slots, row.kv_heads, row.head_dim) for _ in range(2))
+    return Attention(q, k, v, lengths.to(device), table)
 
 
-def shared_with_jax(given: Dense) -> Dense:
+def _random_pages(row: Row, seed: int) -> tuple[Any, int]:
+    """(table, number of pages): the pages in use in random order; entries past a sequence's last page name page 0."""
+    import torch
+
+    used = torch.tensor([-(-length // (row.page_size or 1)) for length in row.key_counts()])
+    needed = torch.arange(row.pages_per_row)[None, :] < used[:, None]
+    table = torch.zeros(needed.shape, dtype=torch.int32)
+    pages = int(used.sum())
+    table[needed] = torch.randperm(pages, generator=torch.Generator().manual_seed(seed)).to(torch.int32)
+    return table, pages
+
+
+def shared_with_jax(given: Any) -> Any:
     """The same memory as jax arrays. The tensors must outlive all use, and not be written to."""
     import jax
     import torch
 
-    if given.q.is_cuda:
+    if given[0].is_cuda:
         torch.cuda.synchronize()
-    return Dense(*(jax.dlpack.from_dlpack(x) for x in given))
+    with jax.enable_x64(True):  # or 64 bits would become 32
+        return type(given)(*(None if x is None else jax.dlpack.from_dlpack(x) for x in given))
+
+
+def packed_mask(module: Any, row: Row, table: Any, **options: Any) -> Any:
+    """The mask of a row, from a module with MSLK's classes: all sequences on one axis."""
+    causal = "CausalWithOffset" if row.causal else ""
+    tokens, lengths = [row.tokens] * row.batch, row.key_counts()
+    if row.page_size is None:
+        kind = getattr(module, f"BlockDiagonal{causal}PaddedKeysMask")
+        return kind.from_seqlens(tokens, row.keys, lengths, **options)
+    kind = getattr(module, f"PagedBlockDiagonal{causal}PaddedKeysMask")
+    return kind.from_seqlens(tokens, lengths, table, row.page_size, **options)
 
 
 def host_array(tensor: Any) -> np.ndarray:

@@ -14,11 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import machine
-from .rows import Row
+from . import machine, rows
+from .rows import AnyRow
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "torch", "triton", "numpy")
-PEER_PACKAGES = ("mslk-cuda-nightly", "fa3-fwd", "flash-attn3-jax", "flashinfer-python")
+HEADS = {"attention": "B x Mk, Hq/Hkv", "merge": "partial results"}
+PEER_PACKAGES = ("mslk-cuda-nightly", "fa3-fwd", "flash-attn3-jax", "flashinfer-python", "tokamax", "jax-triton")
 
 
 @dataclasses.dataclass
@@ -42,7 +43,7 @@ class Measurement:
 class RowResult:
     """A row with everything timed on it in one process; failed: why the row has nothing."""
 
-    row: Row
+    row: AnyRow
     copy_tb_s: float | None = None
     sets: int = 0
     measurements: dict[str, Measurement] = dataclasses.field(default_factory=dict)
@@ -51,12 +52,12 @@ class RowResult:
     def to_json(self) -> dict[str, Any]:
         """With the figures that follow from the others written out."""
         data = dataclasses.asdict(self)
-        data["kv_bytes"] = self.row.kv_bytes
+        data["bytes"] = self.row.bytes_needed
         for name, m in self.measurements.items():
             if m.us is not None:
-                data["measurements"][name]["tb_s"] = tb_s(self.row.kv_bytes, m.us)
+                data["measurements"][name]["tb_s"] = tb_s(self.row.bytes_needed, m.us)
                 if self.copy_tb_s:
-                    share = percent_of_copy(tb_s(self.row.kv_bytes, m.us), self.copy_tb_s)
+                    share = percent_of_copy(tb_s(self.row.bytes_needed, m.us), self.copy_tb_s)
                     data["measurements"][name]["percent_of_copy"] = share
         return data
 
@@ -67,7 +68,8 @@ class RowResult:
             name: Measurement(**{key: m[key] for key in fields if key in m})
             for name, m in data.get("measurements", {}).items()
         }
-        return cls(Row(**data["row"]), data.get("copy_tb_s"), data.get("sets", 0), measurements, data.get("failed"))
+        row, copy = rows.of_fields(data["row"]), data.get("copy_tb_s")
+        return cls(row, copy, data.get("sets", 0), measurements, data.get("failed"))
 
 
 def tb_s(bytes_moved: int, us: float) -> float:
@@ -78,23 +80,23 @@ def percent_of_copy(rate: float, copy_rate: float) -> float:
     return 100 * rate / copy_rate
 
 
-# ------------------------------------------------------------------------------------------------- decode
+# -------------------------------------------------------------------------------------------------- rows
 
 
-def decode_markdown(results: Sequence[RowResult], names: Sequence[str]) -> str:
-    """The table of a decode run: microseconds (TB/s of K+V, share of the copy bandwidth), and what is missing."""
+def markdown(results: Sequence[RowResult], names: Sequence[str]) -> str:
+    """The table of a run: microseconds (TB/s, share of the copy bandwidth), and what is missing."""
     never = {name: note for name in names if (note := _note_everywhere(results, name)) is not None}
     shown = [name for name in names if name not in never]
     lines = [
-        "| B x Mk, Hq/Hkv | K+V | " + " | ".join(shown) + " |",
+        f"| {HEADS[results[0].row.kind]} | {results[0].row.moved} | " + " | ".join(shown) + " |",
         "|---|---|" + "---|" * len(shown),
     ]
     lines += [
-        f"| {r.row.label} | {_size(r.row.kv_bytes)} | " + " | ".join(_cell(r, name) for name in shown) + " |"
+        f"| {r.row.label} | {_size(r.row.bytes_needed)} | " + " | ".join(_cell(r, name) for name in shown) + " |"
         for r in results
     ]
-    lines += ["", "Each cell: us (TB/s of K+V, share of the copy bandwidth). JAX: sum of kernel times (CUPTI); torch: "]
-    lines[-1] += "graph replay, gaps included. L2 cold."
+    lines += ["", f"Each cell: us (TB/s of {results[0].row.moved}, share of the copy bandwidth). JAX: sum of kernel "]
+    lines[-1] += "times (CUPTI); torch: graph replay, gaps included. L2 cold."
     copies = [r.copy_tb_s for r in results if r.copy_tb_s]
     if copies:
         spread = max((m.spread for r in results for m in r.measurements.values()), default=0.0)
@@ -125,7 +127,7 @@ def _cell(result: RowResult, name: str) -> str:
     m = result.measurements.get(name)
     if m is None or m.us is None:
         return "-"
-    rate = tb_s(result.row.kv_bytes, m.us)
+    rate = tb_s(result.row.bytes_needed, m.us)
     share = f", {percent_of_copy(rate, result.copy_tb_s):.0f} %" if result.copy_tb_s else ""
     return f"{m.us:.1f} ({rate:.2f}{share})"
 

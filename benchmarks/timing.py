@@ -6,7 +6,7 @@ included. Calls rotate among sets of inputs larger together than the L2, so that
 
 from __future__ import annotations
 
-import functools
+import gc
 import itertools
 import statistics
 import time
@@ -20,7 +20,9 @@ Kernels = list[tuple[str, float]]
 
 
 def sets_needed(set_bytes: int, l2_bytes: int = L2_BYTES, most: int = 64) -> int:
-    """Sets of inputs so that they exceed the L2 twice even without the one in use."""
+    """Sets of inputs so that they exceed the L2 twice even without the one in use; one that is far larger is enough."""
+    if set_bytes > 64 * l2_bytes:
+        return 1
     return min(most, 1 + -(-2 * l2_bytes // set_bytes))
 
 
@@ -70,20 +72,62 @@ def median_kernels(calls: Sequence[Kernels]) -> Kernels:
     return [(same[0][0], statistics.median(us for _, us in same)) for same in zip(*calls)]
 
 
-def torch_us(function: Callable[..., Any], argument_sets: Sequence[tuple[Any, ...]], rep_ms: int = 60) -> float:
-    """Microseconds of one call, from replays of a CUDA graph of many.
+class Replay:
+    """Calls of a function of torch captured once, to be timed by replaying them: `us()` as often as wanted.
 
     Captured thread-locally: in torch's default mode, what JAX's own threads do meanwhile fails, and the capture too.
+    Nothing of JAX may be under way: the card is idle, and no collected array can free memory in the middle.
     """
-    import torch
-    from triton.testing import do_bench_cudagraph
 
-    graph = torch.cuda.graph
-    torch.cuda.graph = functools.partial(graph, capture_error_mode="thread_local")  # type: ignore[misc,assignment]
-    try:
-        return 1e3 * do_bench_cudagraph(Rotation(function, argument_sets), rep=rep_ms, return_mode="median")
-    finally:
-        torch.cuda.graph = graph  # type: ignore[misc]
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        argument_sets: Sequence[tuple[Any, ...]],
+        graph_ms: float = 4.0,
+        most_calls: int = 256,
+    ) -> None:
+        import torch
+
+        self._stream = torch.cuda.Stream()
+        call, sets = Rotation(function, argument_sets), len(argument_sets)
+        with torch.cuda.stream(self._stream):
+            for _ in range(sets):
+                call()
+            each_ms = self._milliseconds(call, 2 * sets) / (2 * sets)
+            rounds = max(1, min(round(graph_ms / each_ms), most_calls) // sets)
+            self.calls = rounds * sets
+            self._graph = torch.cuda.CUDAGraph()
+            gc.collect()
+            torch.cuda.synchronize()
+            gc.disable()
+            try:
+                with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
+                    for _ in range(self.calls):
+                        call()
+            finally:
+                gc.enable()
+            self._milliseconds(self._graph.replay, 1)
+
+    def us(self, replays: int = 7) -> float:
+        """Microseconds of one call, gaps between kernels included: the median of replays."""
+        import torch
+
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self._stream):
+            times = [self._milliseconds(self._graph.replay, 1) for _ in range(replays)]
+        return 1e3 * statistics.median(times) / self.calls
+
+    def _milliseconds(self, call: Callable[[], Any], count: int) -> float:
+        """Of so many calls one after another on the stream."""
+        import torch
+
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record(self._stream)
+        for _ in range(count):
+            call()
+        end.record(self._stream)
+        end.synchronize()
+        return start.elapsed_time(end)
 
 
 def host_us(call: Callable[[], Any], wait: Callable[[], Any], count: int = 500) -> float:
@@ -107,5 +151,5 @@ def copy_tb_s() -> float:
     source = torch.empty(COPY_BYTES // 4, dtype=torch.int32, device="cuda").random_()
     target = torch.empty_like(source)
     # Launched, not replayed: as a node of a graph the same copy ran at 2.7 TB/s on an H200, launched at over 4.
-    us = 1e3 * do_bench(lambda: target.copy_(source), warmup=20, rep=60, return_mode="median")
+    us = 1e3 * do_bench(lambda: target.copy_(source), warmup=10, rep=30, return_mode="median")
     return 2 * COPY_BYTES / us / 1e6

@@ -1,17 +1,21 @@
-"""FlashInfer's tensor-core decode over pages in order (flashinfer-python); compiles with the machine's nvcc."""
+"""FlashInfer over pages (flashinfer-python): its tensor-core decode, or prefill for several query tokens.
+
+It compiles with the machine's nvcc. A cache without pages is given as pages in order.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
-from ..inputs import Dense
+from ..inputs import Attention
 from ..rows import Row
-from . import import_reason
+from . import OWN_SPLITS, import_reason
 
 FRAMEWORK = "torch"
 PAGE_SIZE = 64
-"""Of 16 and 64 the faster on nearly every row."""
+"""Of a cache without pages. Of 16 and 64 the faster on nearly every row."""
 WORKSPACE_BYTES = 256 * 1024**2
 
 
@@ -21,33 +25,45 @@ def available() -> str | None:
 
 
 def refuses(row: Row) -> str | None:
-    if row.tokens != 1:
-        return "the decode wrapper takes one query token"
-    return None if row.keys % PAGE_SIZE == 0 else f"{row.keys} keys are not whole pages of {PAGE_SIZE}"
+    if row.split_size or row.num_splits:
+        return OWN_SPLITS
+    return None if row.page_size or row.keys % PAGE_SIZE == 0 else f"{row.keys} keys are not whole pages of {PAGE_SIZE}"
 
 
-def prepare(row: Row, inputs: Dense) -> tuple[Any, ...]:
+def prepare(row: Row, inputs: Attention) -> tuple[Any, ...]:
     import flashinfer
     import torch
 
-    q, k, v, _ = inputs
-    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
-    pages = row.keys // PAGE_SIZE
-    wrapper.plan(
-        torch.arange(row.batch + 1, dtype=torch.int32) * pages,
-        torch.arange(row.batch * pages, dtype=torch.int32),
-        torch.full((row.batch,), PAGE_SIZE, dtype=torch.int32),
-        row.heads,
-        row.kv_heads,
-        row.head_dim,
-        PAGE_SIZE,
-        q_data_type=q.dtype,
-        kv_data_type=k.dtype,
-    )
-    paged = tuple(x.reshape(-1, PAGE_SIZE, row.kv_heads, row.head_dim) for x in (k, v))
-    return wrapper, q[:, 0], paged
+    size, counts = row.page_size or PAGE_SIZE, torch.tensor(row.key_counts())
+    used, pages_per_row = -(-counts // size), -(-row.keys // size)
+    table = inputs.table
+    if table is None:
+        table = torch.arange(row.batch * pages_per_row, dtype=torch.int32).reshape(row.batch, pages_per_row)
+    needed = torch.arange(pages_per_row)[None, :] < used[:, None]
+    starts = torch.zeros(row.batch + 1, dtype=torch.int32)
+    starts[1:] = used.cumsum(0)
+    pages = (starts, table.cpu()[needed], (counts - size * (used - 1)).to(torch.int32))
+    heads = (row.heads, row.kv_heads, row.head_dim, size)
+    dtypes = {"q_data_type": inputs.q.dtype, "kv_data_type": inputs.k.dtype}
+    workspace = _workspace(inputs.q.device)
+    if row.tokens == 1:
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+        wrapper.plan(*pages, *heads, **dtypes)
+    else:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
+        tokens = torch.arange(row.batch + 1, dtype=torch.int32) * row.tokens
+        wrapper.plan(tokens, *pages, *heads, causal=row.causal, **dtypes)
+    paged = tuple(x.reshape(-1, size, row.kv_heads, row.head_dim) for x in (inputs.k, inputs.v))
+    return inputs.q.flatten(0, 1), paged, wrapper
 
 
-def run(wrapper: Any, q: Any, paged: Any) -> Any:
+@functools.cache
+def _workspace(device: Any) -> Any:
+    """One for all calls: they run one after another."""
+    import torch
+
+    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+
+def run(row: Row, q: Any, paged: Any, wrapper: Any) -> Any:
     return wrapper.run(q, paged)

@@ -1,0 +1,1 @@
+"""Adapters for joining partial results; the contract is in `peers/__init__.py`."""
