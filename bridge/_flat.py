@@ -226,6 +226,7 @@ def attend_varlen(
     sinks: Any,
     *,
     backend: str,
+    answer: Callable[..., Any] = _route.answer,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a call of `varlen_attn`, no gradient. options: as `varlen.build`."""
@@ -238,7 +239,7 @@ def attend_varlen(
     normalise = varlen_normaliser(max_q, max_k, options)
     arguments = (query, key, value, cu_seq_q, cu_seq_k, seqused_k, block_table, sinks)
     static = ("varlen", max_q, max_k, *((n, type(x), _hashable(x)) for n, x in options.items()))
-    return _route.answer(normalise, arguments, static, backend, tensors)
+    return answer(normalise, arguments, static, backend, tensors)
 
 
 def varlen_normaliser(max_q: int, max_k: int, options: dict[str, Any]) -> Callable[..., Any]:
