@@ -79,13 +79,7 @@ class Replay:
     Nothing of JAX may be under way: the card is idle, and no collected array can free memory in the middle.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        argument_sets: Sequence[tuple[Any, ...]],
-        graph_ms: float = 4.0,
-        most_calls: int = 256,
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], argument_sets: Sequence[tuple[Any, ...]]) -> None:
         import torch
 
         self._stream = torch.cuda.Stream()
@@ -93,9 +87,7 @@ class Replay:
         with torch.cuda.stream(self._stream):
             for _ in range(sets):
                 call()
-            each_ms = self._milliseconds(call, 2 * sets) / (2 * sets)
-            rounds = max(1, min(round(graph_ms / each_ms), most_calls) // sets)
-            self.calls = rounds * sets
+            self.calls = replayed_calls(self._milliseconds(call, 2 * sets)[0] / (2 * sets), sets)
             self._graph = torch.cuda.CUDAGraph()
             gc.collect()
             torch.cuda.synchronize()
@@ -108,26 +100,38 @@ class Replay:
                 gc.enable()
             self._milliseconds(self._graph.replay, 1)
 
-    def us(self, replays: int = 7) -> float:
-        """Microseconds of one call, gaps between kernels included: the median of replays."""
+    def us(self, replays: int = 5) -> float:
+        """Microseconds of one call, gaps between kernels included: the median of replays.
+
+        One replay goes before those that are measured, so that the host is ahead and its time is not among them.
+        """
         import torch
 
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
-            times = [self._milliseconds(self._graph.replay, 1) for _ in range(replays)]
+            self._graph.replay()
+            times = self._milliseconds(self._graph.replay, 1, replays)
         return 1e3 * statistics.median(times) / self.calls
 
-    def _milliseconds(self, call: Callable[[], Any], count: int) -> float:
-        """Of so many calls one after another on the stream."""
+    def _milliseconds(self, call: Callable[[], Any], count: int, times: int = 1) -> list[float]:
+        """Of `count` calls one after another on the stream, so many times."""
         import torch
 
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record(self._stream)
-        for _ in range(count):
-            call()
-        end.record(self._stream)
-        end.synchronize()
-        return start.elapsed_time(end)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
+        events[0].record(self._stream)
+        for event in events[1:]:
+            for _ in range(count):
+                call()
+            event.record(self._stream)
+        events[-1].synchronize()
+        return [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
+
+
+def replayed_calls(each_ms: float, sets: int, graph_ms: float = 5.0) -> int:
+    """Calls of one graph, whole rounds of the sets. A call that looks short may be the host's time, and be shorter."""
+    least = 40 if each_ms < 0.5 else 4
+    wanted = min(256, max(least, round(graph_ms / max(each_ms, 1e-3))))
+    return sets * max(1, round(wanted / sets))
 
 
 def host_us(call: Callable[[], Any], wait: Callable[[], Any], count: int = 500) -> float:

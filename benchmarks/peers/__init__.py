@@ -48,5 +48,6 @@ def import_reason(module: str) -> str | None:
     except ModuleNotFoundError as error:
         return f"not installed ({error.name})"
     except Exception as error:  # whatever a half-installed package raises
-        return f"{module} cannot be imported: {type(error).__name__}: {error}"[:160]
+        text = (str(error).strip().splitlines() or [""])[0]
+        return f"{module} cannot be imported: {type(error).__name__}: {text}"[:160]
     return None

@@ -133,6 +133,7 @@ def test_rates():
     assert report.percent_of_copy(4.1, 4.27) == pytest.approx(96.02, abs=1e-2)
     assert timing.sets_needed(33_554_432) * 33_554_432 > 2 * timing.L2_BYTES + 33_554_431
     assert timing.sets_needed(2**31) == 2 and timing.sets_needed(6 * 2**30) == 1
+    assert [timing.replayed_calls(ms, 3) for ms in (0.01, 0.1, 0.3, 1.0, 50.0)] == [255, 51, 39, 6, 3]
     calls = [[("a", 1.0), ("b", 5.0)], [("a", 3.0), ("b", 1.0)], [("a", 2.0), ("b", 2.0)]]
     assert timing.total_us(calls) == 4.0
     assert timing.median_kernels(calls) == [("a", 2.0), ("b", 2.0)]
