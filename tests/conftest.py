@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 
 pytest.register_assert_rewrite(
-    "acceptance", "bad_input", "cases", "checks", "gradients", "jax_frontend", "torch_frontend"
+    "acceptance", "bad_input", "cases", "checks", "fmha_frontend", "gradients", "jax_frontend", "torch_frontend"
 )
 
 settings.register_profile(
