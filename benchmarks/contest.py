@@ -47,7 +47,7 @@ def measure(
         except Exception as error:
             result.measurements[name] = Measurement(note=before + runner.brief(error))
             ready.pop(name, None)
-            _probe(step, error, device)
+            probe(step, error, device)
 
     for name in names:
         adapter = peers.adapter(name, row.kind)
@@ -194,7 +194,7 @@ class _Contestant:
             return timing.host_us(lambda: self.call(*arguments), lambda: self._wait(self.call(*arguments)))
 
 
-def _probe(step: str, error: Exception, device: str) -> None:
+def probe(step: str, error: Exception, device: str) -> None:
     """Raise where the CUDA context no longer works: whatever came next would fail, and not by its own fault."""
     if device != "cuda":
         return

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from . import inputs, machine, rows, runner, timing
+from . import contest, inputs, machine, rows, runner, timing
 from .peers import pallas_jax
 from .rows import Row
 
@@ -163,6 +163,7 @@ def search(
                 times = [timing.total_us(timing.jax_kernels(call, arguments)[1]) for _ in range(max(1, repeat))]
             except Exception as error:
                 found[_name(constants)] = runner.brief(error)
+                contest.probe(_name(constants), error, place)
                 continue
         first = out
         us = found[_name(constants)] = statistics.median(times)

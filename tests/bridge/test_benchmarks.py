@@ -542,8 +542,8 @@ def test_a_broken_context_ends_the_row(fake_peers, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "synchronize", broken)
     with pytest.raises(RuntimeError, match=r"^at some: ValueError: first$"):
-        contest._probe("some", ValueError("first"), "cuda")
-    contest._probe("some", ValueError("first"), "cpu")
+        contest.probe("some", ValueError("first"), "cuda")
+    contest.probe("some", ValueError("first"), "cpu")
 
 
 def test_one_process_at_a_time_has_the_card(tmp_path):
@@ -622,6 +622,35 @@ def test_what_takes_the_process_along_costs_its_column(monkeypatch, tmp_path, ca
     printed = capsys.readouterr().out
     assert "Missing: fa3: at timing fa3: SIGSEGV: some text." in printed
     assert "Missing: pallas_torch: RuntimeError: at pallas_torch: illegal." in printed
+
+
+def test_children_measure_what_they_are_told(monkeypatch, tmp_path):
+    asked = []
+
+    def measure(row, names, repeat, at, lock):
+        asked.append((row, names, repeat, lock))
+        at("a step")
+        return RowResult(row, 4.0, 1, {name: Measurement(us=5.0, repeats=[5.0]) for name in names})
+
+    def search(row, device, repeat, again, seen, at):
+        asked.append((row, device, repeat, again))
+        return {"key": row.name, "skipped": "stored"}
+
+    monkeypatch.setattr(machine, "refusal", lambda: None)
+    monkeypatch.setattr(machine, "gpu", lambda: machine.Gpu("Some Card", (9, 0)))
+    monkeypatch.setattr(contest, "measure", measure)
+    monkeypatch.setattr(tune, "search", search)
+    for command in timed.COMMANDS:
+        emit, row = tmp_path / command.NAME, command.rows[-1]
+        options = ["--repeat", "2", "--lock", str(tmp_path / "lock"), "--names", "pallas_jax", "mslk"]
+        assert main([command.NAME, *options, "--emit", str(emit), "--child", row.name]) == 0
+        assert asked.pop() == (row, ["pallas_jax", "mslk"], 2, tmp_path / "lock")
+        events = [json.loads(line) for line in emit.read_text().splitlines()]
+        assert events[:2] == [{"at": "start"}, {"at": "a step"}]
+        assert RowResult.from_json(events[2]["result"]).measurements["mslk"].us == 5.0
+    name = tune.ROWS[0].name
+    assert main(["tune", "--repeat", "2", "--again", "--emit", str(tmp_path / "tune"), "--child", name]) == 0
+    assert asked == [(tune.ROWS[0], "Some Card", 2, True)]
 
 
 def test_plot(results, tmp_path, monkeypatch):
