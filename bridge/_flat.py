@@ -83,7 +83,9 @@ def flatten_formats(*stores: Any) -> tuple[list[torch.Tensor], list[torch.Tensor
     The text has one entry a store, joined by ";": empty for a dense tensor, else the class, its tensors and numbers,
     such as "Fp8 values scale" or "SeedInt4 words num_groups=4". All dense: the empty text.
     """
-    first, rest, texts = [], [], []
+    first: list[torch.Tensor] = []
+    rest: list[torch.Tensor] = []
+    texts: list[str] = []
     for x in stores:
         if isinstance(x, torch.Tensor):
             first.append(x)
@@ -254,7 +256,7 @@ def varlen_normaliser(max_q: int, max_k: int, options: dict[str, Any]) -> Callab
 
 
 def _hashable(option: Any) -> Any:
-    return tuple(option) if isinstance(option, (list, tuple)) else option
+    return tuple((type(x), x) for x in option) if isinstance(option, (list, tuple)) else option
 
 
 def check_output_dtype(output_dtype: Any) -> None:

@@ -109,21 +109,23 @@ def lower(kernel: Callable[..., Any], inputs: Sequence[jax.ShapeDtypeStruct]) ->
     return calls[0].attributes["mhlo.backend_config"]["module"].value_bytes
 
 
-def load(module: bytes, device: int) -> Callable[[int, Any], None]:
-    """Assemble a module for the current CUDA device, whose index is `device`: (stream, pointers) -> enqueued.
+Enqueue = Callable[[int, bytes], None]
+"""(stream, addresses): a kernel is enqueued. addresses: the operands' in order, then the results', 8 bytes each."""
 
-    pointers: a ctypes array of the operands' addresses in order, then the results'.
+
+def load(module: bytes, device: int) -> Enqueue:
+    """Assemble a module for the current CUDA device, whose index is `device`.
+
+    The runtime returns a loaded function and its launcher; it neither hands out the machine code nor takes it back.
     """
     compiled = _library().MosaicGpuCompile(module, len(module))
     if not compiled:
         raise RuntimeError("Mosaic GPU could not compile the kernel; MOSAIC_GPU_DUMP_PTXAS=1 tells more")
-    pointers = ctypes.POINTER(ctypes.c_void_p)
+    pointer, addresses = ctypes.c_void_p, ctypes.c_char_p
+    function = pointer(compiled[0])
     if _version() >= (0, 12):
-        convention = ctypes.CFUNCTYPE(
-            None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, pointers, ctypes.c_int
-        )(compiled[1])
-        owner, function = compiled[2], compiled[0]
-        return lambda stream, buffers: convention(owner, function, stream, buffers, device)
-    plain = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, pointers)(compiled[1])
-    function = compiled[0]
+        convention = ctypes.CFUNCTYPE(None, pointer, pointer, pointer, addresses, ctypes.c_int)(compiled[1])
+        owner, ordinal = pointer(compiled[2]), ctypes.c_int(device)
+        return lambda stream, buffers: convention(owner, function, stream, buffers, ordinal)
+    plain = ctypes.CFUNCTYPE(None, pointer, pointer, addresses)(compiled[1])
     return lambda stream, buffers: plain(function, stream, buffers)

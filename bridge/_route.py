@@ -15,27 +15,40 @@ from pallas_kernels.errors import DTypeError, FallbackWarning, UnsupportedError
 from pallas_kernels.problem import Layout, Operands, Problem
 from pallas_kernels.program import pieces, target_of
 
-from . import _call, launch
+from . import _call, _lean, launch
 
 Build = Callable[..., tuple[Problem, Operands, Layout]]
 Tensors = Callable[[Problem], dict[str, torch.Tensor]]
 
 
 def answer(
-    build: Build, arguments: tuple[Any, ...], static: Hashable, backend: str, tensors: Tensors
+    build: Build,
+    arguments: tuple[Any, ...],
+    static: Hashable,
+    backend: str,
+    tensors: Tensors,
+    call: _lean.Call | None = None,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a call.
 
     build: the call's normalisation as a function of JAX arrays in place of the tensors in `arguments`. static: what
-    else it depends on; equal calls are normalised once. tensors: the inputs of the problem's program, by name.
+    else it depends on; equal calls are normalised once. tensors: the inputs of the problem's program, by name, in the
+    order of the call's own. call: how the short way sees it; if it is launched, its plan is filed under that. out:
+    where the kernels may write the output, if they run.
     """
     if _on_gpu(arguments):
+        launch.check_process()
         _call.check_no_tangents(arguments)
         problem, layout = _described(build, arguments, static)
         why = _launch_reasons(problem, arguments, tensors, backend)
         if why is None:
-            out, lse = launch.run(problem, tensors(problem))
-            return out.reshape(layout.out), lse.reshape(layout.lse)
+            inputs = tensors(problem)
+            plan = launch.plan(problem, layout, inputs)
+            _lean.file(call, plan)
+            written, lse = plan.run([x.data_ptr() for x in inputs.values()], out=out)
+            assert lse is not None
+            return written, lse
         if backend == "auto":
             _warn_once(why)
     elif backend == "auto":
@@ -115,7 +128,7 @@ def _launch_reasons(problem: Problem, arguments: tuple[Any, ...], tensors: Tenso
         return f"backend={backend!r} is asked for"
     if problem.empty:
         return "nothing is to be computed"
-    reasons = launch.reasons(problem, arguments[0].device)
+    reasons = list(launch.reasons(problem, arguments[0].device))
     if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in arguments):
         reasons.append("a gradient is wanted")
     if not reasons:

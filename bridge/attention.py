@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,10 +11,8 @@ import torch
 
 import pallas_kernels as pk
 from pallas_kernels.errors import UnsupportedError
-from pallas_kernels.masks import NormalForm
-from pallas_kernels.problem import MaskParts, Problem, build
 
-from . import _route
+from . import _flat, _lean, _route, library
 from ._call import jax_dtype, run
 from .fmha import attn_bias as biases
 
@@ -44,7 +43,8 @@ def memory_efficient_attention(
     cover are launched directly, on the current stream and without JAX's CUDA client; others go through JAX, with one
     `FallbackWarning` for each reason.
     """
-    return _attention(**locals())[0]
+    options = (p, scale, op, output_dtype, num_splits, split_size, softcap, quantize_pv, backend)
+    return _attend(query, key, value, attn_bias, kv_lengths, sinks, options, want_lse=False)[0]
 
 
 memory_efficient_attention_forward = memory_efficient_attention
@@ -69,7 +69,8 @@ def memory_efficient_attention_forward_requires_grad(
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse), both differentiable. lse is float64 beside a float32 or float64 output, else float32."""
-    return _attention(**locals())
+    options = (p, scale, op, output_dtype, num_splits, split_size, softcap, quantize_pv, backend)
+    return _attend(query, key, value, attn_bias, kv_lengths, sinks, options)
 
 
 def memory_efficient_attention_partial(
@@ -94,7 +95,8 @@ def memory_efficient_attention_partial(
 
     Give `sinks` to one of the parts only: a sink counts as a key.
     """
-    return _attention(**locals(), partial=True)
+    options = (p, scale, op, output_dtype, num_splits, split_size, softcap, quantize_pv, backend)
+    return _attend(query, key, value, attn_bias, kv_lengths, sinks, options, partial=True)
 
 
 def merge_attentions(
@@ -104,6 +106,9 @@ def merge_attentions(
     output_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`pallas_kernels.merge_attentions` on torch tensors; differentiable in every chunk and LSE."""
+    chunks = [x for part in (attn_split, lse_split) for x in (part if isinstance(part, (list, tuple)) else (part,))]
+    if library.needed(chunks):
+        return library.merge(attn_split, lse_split, write_lse, output_dtype)
 
     def merge(attn: Any, lse: Any) -> Any:
         return pk.merge_attentions(attn, lse, write_lse, jax_dtype(output_dtype))
@@ -118,6 +123,39 @@ def served_by(*arguments: Any, **keywords: Any) -> _route.Served:
     return _attention(**call.arguments, answer=_route.serving)
 
 
+OPTIONS = ("p", "scale", "op", "output_dtype", "num_splits", "split_size", "softcap", "quantize_pv", "backend")
+
+
+def _attend(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_bias: Any,
+    kv_lengths: Any,
+    sinks: Any,
+    options: tuple[Any, ...],
+    partial: bool = False,
+    want_lse: bool = True,
+) -> Any:
+    """(out, lse or None) of a call: at once if its like was launched before, else the long way. options: OPTIONS."""
+    call = None
+    if not library.needed((query, key, value, attn_bias, sinks, kv_lengths)):
+        call = _lean.attention(query, key, value, attn_bias, kv_lengths, sinks, options, partial)
+        if call is not None and (found := _lean.run(call, want_lse)) is not None:
+            return found
+    return _attention(
+        query=query,
+        key=key,
+        value=value,
+        attn_bias=attn_bias,
+        sinks=sinks,
+        kv_lengths=kv_lengths,
+        call=call,
+        partial=partial,
+        **dict(zip(OPTIONS, options)),
+    )
+
+
 def _attention(
     *,
     query: Any,
@@ -130,49 +168,24 @@ def _attention(
     output_dtype: torch.dtype | None,
     backend: str,
     answer: Callable[..., Any] = _route.answer,
+    call: _lean.Call | None = None,
     **options: Any,
 ) -> Any:
     if op is not None:
         raise UnsupportedError(f"op: operator classes are not accepted by this version, got {op}; use backend=")
-    form: biases.Lowered | None = None
-    bias, slotted = attn_bias, True
     _route.check_tensors(query, key, value)
     key, value = _folded(query, key, value)
-    if isinstance(attn_bias, biases.AttentionBias):
-        queries, rows = query.shape[1], key.shape[0] * key.shape[1]
-        biases.host_check(attn_bias, queries, rows)
-        form = biases.normal_form(attn_bias, query.shape[0], queries, rows, device=query.device)
-        bias = form.tensor_bias
-        slotted = not form.packed or isinstance(getattr(attn_bias, "k_seqinfo", None), biases._PaddedSeqLenInfo)
-
-    def normalise(query: Any, key: Any, value: Any, bias: Any, sinks: Any, kv_lengths: Any, lowered: Any) -> Any:
-        parts = None
-        if form is not None:
-            parts = MaskParts(NormalForm(*lowered), form.window, form.page_size, form.packed, slotted)
-        return build(
-            query=query,
-            key=key,
-            value=value,
-            attn_bias=bias,
-            sinks=sinks,
-            kv_lengths=kv_lengths,
-            output_dtype=jax_dtype(output_dtype),
-            parts=parts,
-            **options,
-        )
-
-    def tensors(problem: Problem) -> dict[str, torch.Tensor]:
-        """The inputs of the problem's program."""
-        given = {"q": query, "k": key, "v": value}
-        if form is not None and form.packed:
-            given |= {"q_start": form.q_start, "k_len": form.k_len}
-            return given if form.block_table is None else {**given, "block_table": form.block_table}
-        return given if kv_lengths is None else {**given, "k_len": kv_lengths}
-
-    lowered = None if form is None else (form.q_start, form.k_start, form.k_len, form.block_table)
-    reduced = None if form is None else (form.window, form.page_size, form.packed, slotted)
-    static = ("attention", output_dtype, reduced, *((n, type(x), x) for n, x in options.items()))
-    return answer(normalise, (query, key, value, bias, sinks, kv_lengths, lowered), static, backend, tensors)
+    rows = key.shape[0] * key.shape[1]
+    if isinstance(attn_bias, biases.AttentionBias) and not torch.compiler.is_compiling():
+        biases.host_check(attn_bias, query.shape[1], rows)  # a compiled call must not depend on the host lists
+    mask, bias = _flat.flatten_bias(attn_bias, rows)
+    flat = (query, key, value, bias, sinks, kv_lengths, mask)
+    options |= {"output_dtype": output_dtype, "backend": backend}
+    if answer is not _route.serving:
+        if library.needed(flat[:6]):
+            return library.attention(*flat, **options)
+        answer = functools.partial(answer, call=call)
+    return _flat.attend(*flat, answer=answer, **options)
 
 
 def _folded(query: Any, key: Any, value: Any) -> tuple[Any, Any]:

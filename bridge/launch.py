@@ -1,44 +1,59 @@
 """Runs a problem's program on torch's current stream, with buffers that torch owns.
 
-The same kernels as JAX runs, compiled once for each capacity of the leading sizes (powers of two) and launched
-directly: no JAX call, no DLPack, no synchronisation. The true numbers of tokens and sequences are read from device
-memory, from a table of all numbers.
+The same kernels as JAX runs, compiled once for each capacity of the leading sizes and launched directly: no JAX call,
+no DLPack, no synchronisation. The true numbers of tokens and sequences are read from device memory, from a table of
+all numbers. What a call needs beside its tensors is settled once, in a `Plan`: running it costs the host three
+allocations at most and the launches.
 """
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 import math
+import operator
+import os
+import struct
 import threading
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import torch
 
-from pallas_kernels.errors import ArgumentError
-from pallas_kernels.problem import Problem
-from pallas_kernels.program import Program, Target, program, unsupported
+from pallas_kernels.errors import ArgumentError, DeviceError
+from pallas_kernels.problem import Layout, Problem
+from pallas_kernels.program import Launch, Program, Target, program, unsupported
 
-from . import _mosaic
+from . import _mosaic, cache
 
 MOST_TOKENS = 65536
 """Entries of a device's table of numbers."""
 ALIGNMENT = 256
 """Of the pieces of a workspace, in bytes; TMA asks for 16 of a buffer, 128 keeps sectors whole."""
 
+raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
+"""The current stream of a device as CUDA's handle: `torch.cuda.current_stream` costs thirty times as much."""
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+"""`torch.cuda.current_device` without the question whether CUDA has begun: with tensors on it, it has."""
+
 
 def reasons(problem: Problem, device: torch.device) -> list[str]:
     """Why the launch path cannot serve a problem on a device; empty where it can."""
+    found = [*machine_reasons(device)]
+    if problem.queries > MOST_TOKENS:
+        found.append(f"{problem.queries} query tokens (accepted: {MOST_TOKENS})")
+    return [*found, *unsupported(problem)]
+
+
+def machine_reasons(device: torch.device) -> list[str]:
+    """Why no kernel runs on a device from this process; empty where kernels do."""
     found = [] if (text := _mosaic.missing()) is None else [text]
     capability = torch.cuda.get_device_capability(device)
     if capability != _mosaic.ARCH:
         found.append(f"compute capability {capability[0]}.{capability[1]} (accepted: 9.0)")
-    if problem.queries > MOST_TOKENS:
-        found.append(f"{problem.queries} query tokens (accepted: {MOST_TOKENS})")
-    return [*found, *unsupported(problem)]
+    return found
 
 
 def layout_reasons(tensors: dict[str, torch.Tensor]) -> list[str]:
@@ -52,62 +67,115 @@ def layout_reasons(tensors: dict[str, torch.Tensor]) -> list[str]:
     return found
 
 
-def run(problem: Problem, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch a problem's program: (out [queries, kv_heads, group, Dv], lse, flat as `Problem.lse_rows` says).
+# ------------------------------------------------------------------------------------------------ one call
 
-    tensors: the program's inputs by name (q, k, v and what it asks for of q_start, k_len, block_table), contiguous, on
-    one CUDA device.
-    """
-    q = tensors["q"]
-    device = q.device
-    plan = _plan(problem, device.index)
-    with torch.cuda.device(device):
-        out = torch.empty(
-            (problem.queries, problem.kv_heads, problem.group, problem.value_dim),
-            dtype=getattr(torch, problem.out_dtype),
-            device=device,
-        )
-        lse = torch.empty(math.prod(out.shape[:-1]), dtype=getattr(torch, problem.lse_dtype), device=device)
-        numbers = _numbers(device.index)
-        addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-        addresses |= {
-            "out": out.data_ptr(),
-            "lse": lse.data_ptr(),
-            "count": numbers.data_ptr() + 4 * problem.queries,
-            "sequences": numbers.data_ptr() + 4 * problem.batch,
+
+class Plan:
+    """A call with everything but its tensors settled: what is allocated, and what each launch is given."""
+
+    __slots__ = ("_counts", "_device", "_index", "_launches", "_lse", "_offsets", "_out", "_scratch", "calls", "room")
+
+    def __init__(self, problem: Problem, layout: Layout, names: Sequence[str], made: Program, device: torch.device):
+        """names: of the tensors whose addresses `run` is given, in that order; a program may read fewer."""
+        self._device, self._index = device, device.index
+        self.calls = 0
+        self.room = problem.max_keys
+        """Keys that a sequence may have."""
+        self._out = _empty_like(layout.out, problem.out_dtype)
+        self._lse = _empty_like(layout.lse, problem.lse_dtype)
+        workspaces = [b for b in made.buffers if b.role == "workspace"]
+        *offsets, size = _offsets([math.prod(b.shape) * getattr(torch, b.dtype).itemsize for b in workspaces])
+        # An LSE that nobody asked for is written too, behind the workspaces.
+        lse_bytes = math.prod(layout.lse) * self._lse[2].itemsize
+        self._scratch, self._offsets = (size + lse_bytes, size), offsets
+        numbers = _numbers(device.index).data_ptr()
+        self._counts = (numbers + 4 * problem.queries, numbers + 4 * problem.batch)
+        place = {
+            name: n
+            for n, name in enumerate([*names, "out", "lse", *(b.name for b in workspaces), "count", "sequences"])
         }
-        if plan.workspace:
-            workspace = torch.empty(plan.workspace, dtype=torch.uint8, device=device)
-            addresses |= {name: workspace.data_ptr() + offset for name, offset in plan.offsets.items()}
-        stream = torch.cuda.current_stream(device).cuda_stream
-        for names, launch in plan.launches:
-            launch(stream, (ctypes.c_void_p * len(names))(*(addresses[name] for name in names)))
-    return out, lse
+        self._launches = []
+        for launch in made.launches:
+            operands = (*launch.reads, *launch.writes)
+            pick = operator.itemgetter(*(place[name] for name in operands))
+            self._launches.append((_enqueue(made, launch, device.index), pick, struct.Struct(f"{len(operands)}Q").pack))
+
+    def run(
+        self, addresses: Sequence[int], want_lse: bool = True, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(out, lse) of a call on the current stream of its device, in the caller's shapes.
+
+        addresses: of the inputs, in the order of the plan's names. Without `want_lse`, lse is None. out: where to
+        write, of the right shape and dtype, contiguous.
+        """
+        if current_device() != self._index:
+            with torch.cuda.device(self._index):
+                return self._run(addresses, want_lse, out)
+        return self._run(addresses, want_lse, out)
+
+    def _run(
+        self, addresses: Sequence[int], want_lse: bool, out: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        device, empty, index = self._device, torch.empty_strided, self._index
+        self.calls += 1
+        if out is None:
+            shape, strides, dtype = self._out
+            out = empty(shape, strides, dtype=dtype, device=device)
+        lse, scratch, base = None, None, 0
+        size = self._scratch[want_lse]
+        if size:  # held until everything that uses it is enqueued; the allocator reuses it in the stream's order
+            scratch = empty((size,), (1,), dtype=torch.uint8, device=device)
+            base = scratch.data_ptr()
+        if want_lse:
+            shape, strides, dtype = self._lse
+            lse = empty(shape, strides, dtype=dtype, device=device)
+            lse_address = lse.data_ptr()
+        else:
+            lse_address = base + self._scratch[True]
+        every = (
+            *addresses, out.data_ptr(), lse_address, *[base + offset for offset in self._offsets], *self._counts
+        )  # fmt: skip
+        stream = raw_stream(index)
+        for enqueue, pick, pack in self._launches:
+            enqueue(stream, pack(*pick(every)))
+        return out, lse
 
 
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """A compiled program: launches with the names of their operands and results, and the workspace's pieces."""
+def plan(problem: Problem, layout: Layout, tensors: dict[str, torch.Tensor]) -> Plan:
+    """The plan of a call, from the inputs of its program by name; compiles what no earlier call has.
 
-    launches: list[tuple[tuple[str, ...], Callable[[int, Any], None]]]
-    offsets: dict[str, int]
-    workspace: int
-
-
-_plans: dict[tuple[Any, int], _Plan] = {}
-_lock = threading.Lock()
+    Raises ArgumentError if something is to be compiled while a graph is captured, DeviceError in a forked process.
+    """
+    check_process()
+    table = tensors.get("block_table")
+    width = None if table is None else table.shape[1]
+    return plan_of(problem, layout, tuple(tensors), width, tensors["q"].device)
 
 
-def _plan(problem: Problem, device: int) -> _Plan:
-    made, _ = at_capacity(problem, target(device))
-    key = (made, device)
-    found = _plans.get(key)
-    if found is None:
-        with _lock:  # two threads that need one kernel compile it once
-            found = _plans.get(key)
-            if found is None:
-                found = _plans[key] = _compile(made, device)
-    return found
+@functools.lru_cache(maxsize=4096)
+def plan_of(
+    problem: Problem, layout: Layout, names: tuple[str, ...], table_width: int | None, device: torch.device
+) -> Plan:
+    """The plan of all calls that differ in addresses only."""
+    made, _ = at_capacity(problem, target(device.index), table_width)
+    return Plan(problem, layout, names, made, device)
+
+
+def _empty_like(shape: Sequence[int], dtype: str) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """Shape, strides and dtype of a new contiguous tensor."""
+    strides = [math.prod(shape[n + 1 :]) for n in range(len(shape))]
+    return tuple(shape), tuple(strides), getattr(torch, dtype)
+
+
+def _offsets(sizes: Sequence[int]) -> list[int]:
+    """Where pieces of these sizes begin, one after another, and where they end."""
+    offsets = [0]
+    for size in sizes:
+        offsets.append(offsets[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
+    return offsets
+
+
+# ---------------------------------------------------------------------------------------------- capacities
 
 
 @functools.cache
@@ -118,59 +186,140 @@ def target(device: int) -> Target:
 
 
 @functools.lru_cache(maxsize=4096)
-def at_capacity(problem: Problem, target: Target) -> tuple[Program, Problem]:
-    """The program of a problem with its leading sizes raised to capacities, and that problem."""
-    tokens, batch = capacity(problem.queries), capacity(problem.batch)
-    per_row = problem.queries // problem.lse_rows
-    if problem.lse_rows != 1:  # a plain batch: every sequence has the same number of tokens
-        tokens = batch * per_row
-    rows = problem.key_rows if problem.slot is None else batch * problem.slot
+def at_capacity(problem: Problem, target: Target, table_width: int | None = None) -> tuple[Program, Problem]:
+    """The program of a problem with its leading sizes raised to capacities, and that problem.
+
+    table_width: entries of a row of the block table, which is the pitch that a kernel is compiled for, whatever
+    maximum the caller names.
+    """
+    p, plain = problem, problem.lse_rows != 1
+    per_row = p.queries // p.lse_rows if plain else 1  # a plain batch: every sequence has the same number of tokens
+    batch = capacity(p.batch if plain else max(p.queries, p.batch))
     raised = dataclasses.replace(
-        problem,
-        queries=tokens,
+        p,
+        queries=batch * per_row,
         batch=batch,
-        key_rows=rows,
-        lse_rows=1 if problem.lse_rows == 1 else batch,
+        key_rows=p.key_rows if p.slot is None else batch * p.slot,
+        max_keys=p.max_keys if table_width is None or p.page_size is None else table_width * p.page_size,
+        lse_rows=batch if plain else 1,
     )
-    least = capacity(problem.queries) // 2 + 1 if problem.lse_rows == 1 else (batch // 2 + 1) * per_row
-    return program(raised, target, least_tokens=least), raised
+    # Whether results are merged depends on the least count. Within a capacity it changes once, so that looking at
+    # powers of two makes one program more, and spares the larger counts a merge that they do not need.
+    least = _next_power_of_two(p.batch if plain else p.queries) // 2 + 1
+    return program(raised, target, least_tokens=least * per_row), raised
 
 
 def capacity(count: int) -> int:
-    """The power of two that holds a count."""
+    """The power of four that holds a count: few kernels are compiled, and idle blocks cost little."""
+    bits = max(count - 1, 0).bit_length()
+    return 1 << (bits + bits % 2)
+
+
+def _next_power_of_two(count: int) -> int:
     return 1 << max(count - 1, 0).bit_length()
 
 
-def _compile(made: Program, device: int) -> _Plan:
-    offsets, size = {}, 0
-    for buffer in made.buffers:
-        if buffer.role == "workspace":
-            offsets[buffer.name] = size
-            bytes_needed = math.prod(buffer.shape) * getattr(torch, buffer.dtype).itemsize
-            size += -(-bytes_needed // ALIGNMENT) * ALIGNMENT
-    launches = []
+# ------------------------------------------------------------------------------------------------- kernels
+
+
+class CompiledKernel(NamedTuple):
+    """A kernel that was compiled in this process.
+
+    name: its kind. tokens: the most query tokens that it serves. device: index. when: seconds since the epoch.
+    seconds: what it took, of which `lowering` before the assembly. from_disk: it was lowered by an earlier process.
+    """
+
+    name: str
+    tokens: int
+    device: int
+    when: float
+    seconds: float
+    lowering: float
+    from_disk: bool
+
+
+_kernels: dict[tuple[Any, ...], _mosaic.Enqueue] = {}
+_compiled: list[CompiledKernel] = []
+_lock = threading.RLock()
+
+
+def compiled() -> tuple[CompiledKernel, ...]:
+    """What was compiled in this process, in order."""
+    return tuple(_compiled)
+
+
+def _enqueue(made: Program, launch: Launch, device: int) -> _mosaic.Enqueue:
+    """The loaded kernel of a launch."""
+    inputs = tuple((buffer.shape, buffer.dtype) for buffer in map(made.buffer, launch.reads))
+    key = (launch.kernel, inputs, device)
+    found = _kernels.get(key)
+    if found is None:
+        with _lock:  # two threads that need one kernel compile it once
+            found = _kernels.get(key)
+            if found is None:
+                found = _kernels[key] = _compile(launch, inputs, device)
+    return found
+
+
+def _compile(launch: Launch, inputs: tuple[tuple[tuple[int, ...], str], ...], device: int) -> _mosaic.Enqueue:
+    check_not_capturing("the kernel of this call is not compiled yet")
+    structs = [jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype)) for shape, dtype in inputs]
+    began = time.perf_counter()
+    module, from_disk = cache.lowered(
+        launch.kernel, structs, lambda: _mosaic.lower(launch.kernel.build(), structs)
+    )
+    lowering = time.perf_counter() - began
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # the context that the kernel is loaded into
-        for launch in made.launches:
-            inputs = [
-                jax.ShapeDtypeStruct(buffer.shape, jax.numpy.dtype(buffer.dtype))
-                for buffer in map(made.buffer, launch.reads)
-            ]
-            module = _mosaic.lower(launch.kernel.build(), inputs)
-            launches.append(((*launch.reads, *launch.writes), _mosaic.load(module, device)))
-    return _Plan(launches, offsets, size)
+        loaded = _mosaic.load(module, device)
+    seconds = time.perf_counter() - began
+    name, tokens = type(launch.kernel).__name__, getattr(launch.kernel, "tokens", 0)
+    _compiled.append(CompiledKernel(name, tokens, device, time.time(), seconds, lowering, from_disk))
+    return loaded
 
 
-@functools.cache
+def check_not_capturing(what: str) -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise ArgumentError(
+            f"{what}, which cannot be done while a CUDA graph is captured: "
+            "call bridge.warmup(...) for this shape, or the function itself once, before the capture"
+        )
+
+
+_tables: dict[int, torch.Tensor] = {}
+
+
 def _numbers(device: int) -> torch.Tensor:
     """0, 1, 2, ... on a device: a count that a kernel reads is the address of its entry."""
-    return _constant(device, lambda: torch.arange(MOST_TOKENS + 1, dtype=torch.int32))
+    found = _tables.get(device)
+    if found is None:
+        with _lock:
+            found = _tables.get(device)
+            if found is None:
+                check_not_capturing("a table of numbers is not on the device yet")
+                made = torch.arange(MOST_TOKENS + 1, dtype=torch.int32).to(f"cuda:{device}")
+                torch.cuda.synchronize(device)  # from now on every stream may read it
+                found = _tables[device] = made
+    return found
 
 
-def _constant(device: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """A tensor that every stream may read from now on."""
-    if torch.cuda.is_current_stream_capturing():
-        raise ArgumentError("a first call of this shape cannot be captured: run it once before the capture")
-    tensor = make().to(f"cuda:{device}")
-    torch.cuda.synchronize(device)
-    return tensor
+# --------------------------------------------------------------------------------------------------- forks
+
+_forked = False
+
+
+def check_process() -> None:
+    """Raises DeviceError in a process that was forked after kernels had been launched in its parent."""
+    if _forked:
+        raise DeviceError(
+            "this process was forked from one that has used CUDA, which CUDA does not support; "
+            "start processes with multiprocessing's 'spawn' or 'forkserver' method"
+        )
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = bool(_tables)
+
+
+os.register_at_fork(after_in_child=_after_fork)

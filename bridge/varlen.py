@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,10 +10,9 @@ import torch
 
 from pallas_kernels import AuxRequest
 from pallas_kernels.errors import ArgumentError, DeviceError, DTypeError, GradientError, ShapeError, UnsupportedError
-from pallas_kernels.problem import Problem
-from pallas_kernels.varlen import build, check_aux
+from pallas_kernels.varlen import check_aux
 
-from . import _route
+from . import _flat, _lean, _route, library
 from .exchange import overlaps
 
 
@@ -42,37 +42,35 @@ def varlen_attn(
     Differentiable in query, key, value and sinks, through the output and the LSE. Rows that see no key are 0 and
     their LSE is -inf. Raises RuntimeError where the user has disabled the flash backend of SDPA.
     """
-    if not torch.backends.cuda.flash_sdp_enabled():
+    if not library.flash_enabled():
         raise UnsupportedError("varlen_attn: SDPBackend.FLASH_ATTENTION is disabled; enable it with sdpa_kernel()")
-    _route.check_tensors(query, key, value)
     check_aux(return_aux)
-    options: dict[str, Any] = dict(
-        scale=scale,
-        window_size=window_size,
-        enable_gqa=enable_gqa,
-        num_splits=num_splits,
-        split_size=split_size,
-        softcap=softcap,
-    )
-
-    def normalise(query: Any, key: Any, value: Any, cu_q: Any, cu_k: Any, used: Any, table: Any, sinks: Any) -> Any:
-        return build(
-            query, key, value, cu_q, cu_k, max_q, max_k, seqused_k=used, block_table=table, sinks=sinks, **options
-        )
-
-    def tensors(problem: Problem) -> dict[str, torch.Tensor]:
-        """The inputs of the problem's program, which reads paged keys only."""
-        assert seqused_k is not None and block_table is not None
-        return {"q": query, "k": key, "v": value, "q_start": cu_seq_q, "k_len": seqused_k, "block_table": block_table}
-
-    arguments = (query, key, value, cu_seq_q, cu_seq_k, seqused_k, block_table, sinks)
-    static = ("varlen", max_q, max_k, *((n, type(x), _hashable(x)) for n, x in options.items()))
-    out, lse = _route.answer(normalise, arguments, static, backend, tensors)
-    return (out, lse) if return_aux is not None and return_aux.lse else out
+    want_lse = return_aux is not None and return_aux.lse
+    call = (query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, seqused_k, block_table, sinks)
+    options = (scale, window_size, enable_gqa, num_splits, split_size, softcap, backend)
+    out, lse = _attend(call, options, want_lse)
+    return (out, lse) if want_lse else out
 
 
-def _hashable(option: Any) -> Any:
-    return tuple(option) if isinstance(option, (list, tuple)) else option
+OPTIONS = ("scale", "window_size", "enable_gqa", "num_splits", "split_size", "softcap", "backend")
+
+
+def _attend(
+    call: tuple[Any, ...], options: tuple[Any, ...], want_lse: bool, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, Any]:
+    """(out, lse, or None if not wanted) of a call; options: OPTIONS. `out`: written and returned, if a kernel runs."""
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, seqused_k, block_table, sinks = call
+    needed, looked = library.needed((query, key, value, sinks)), None
+    if not needed and block_table is not None and seqused_k is not None and sinks is None:
+        tensors = (query, key, value, cu_seq_q, seqused_k, block_table)
+        looked = _lean.varlen(tensors, cu_seq_k, max_q, max_k, options)
+        if looked is not None and (found := _lean.run(looked, want_lse, out)) is not None:
+            return found
+    _route.check_tensors(query, key, value)
+    named = dict(zip(OPTIONS, options))
+    if needed:
+        return library.varlen(*call, **named)
+    return _flat.attend_varlen(*call, answer=functools.partial(_route.answer, call=looked, out=out), **named)
 
 
 def varlen_attn_out(
@@ -86,26 +84,46 @@ def varlen_attn_out(
     max_k: int,
     *,
     return_aux: AuxRequest | None = None,
-    **options: Any,
+    scale: float | None = None,
+    window_size: Sequence[int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    split_size: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`varlen_attn` into `out` [Tq, Hq, Dv] of the query's dtype and device; returns that same tensor.
 
     Rows beyond cu_seq_q[N] are outside the contract. No gradient is defined. Keywords as `varlen_attn`.
     """
-    _check_out(out, query, key, value)
+    if not library.flash_enabled():
+        raise UnsupportedError("varlen_attn_out: SDPBackend.FLASH_ATTENTION is disabled; enable it with sdpa_kernel()")
+    check_aux(return_aux)
+    want_lse = return_aux is not None and return_aux.lse
+    call = (query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, seqused_k, block_table, sinks)
+    options = (scale, window_size, enable_gqa, num_splits, split_size, softcap, backend)
+    if isinstance(out, torch.Tensor) and library.needed((out, query, key, value, sinks)):
+        _route.check_tensors(query, key, value)
+        _, lse = library.varlen(*call, out=out, **dict(zip(OPTIONS, options)))  # which checks out, too
+        return (out, lse) if want_lse else out
+    _check_out(out, query, key, value, cu_seq_q, cu_seq_k, seqused_k, block_table, sinks)
+    direct = out if out.is_contiguous() and out.data_ptr() % 16 == 0 else None
     with torch.no_grad():
-        result, lse = varlen_attn(
-            query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, return_aux=AuxRequest(lse=True), **options
-        )
-        # On a GPU the number of rows in use is not read back: the rest is written too, as zeros.
-        used = query.shape[0] if query.is_cuda else int(cu_seq_q[-1])
-        out[:used].copy_(result[:used])
-    return (out, lse) if return_aux is not None and return_aux.lse else out
+        result, lse = _attend(call, options, want_lse, direct)
+        if result is not out:
+            # On a GPU the number of rows in use is not read back: the rest is written too, as zeros.
+            used = query.shape[0] if query.is_cuda else int(cu_seq_q[-1])
+            out[:used].copy_(result[:used])
+    return (out, lse) if want_lse else out
 
 
-def _check_out(out: Any, query: torch.Tensor, key: Any, value: Any) -> None:
+def _check_out(out: Any, query: torch.Tensor, key: Any, value: Any, *others: torch.Tensor | None) -> None:
     if not isinstance(out, torch.Tensor):
         raise DTypeError(f"out: expected a tensor, got {type(out).__name__}")
+    _route.check_tensors(query, key, value)
     expected = (*query.shape[:-1], value.shape[-1])
     if tuple(out.shape) != expected:
         raise ShapeError(f"out: expected shape {expected}, got {tuple(out.shape)}")
@@ -113,23 +131,31 @@ def _check_out(out: Any, query: torch.Tensor, key: Any, value: Any) -> None:
         raise DTypeError(f"out: expected query's dtype {query.dtype}, got {out.dtype}")
     if out.device != query.device:
         raise DeviceError(f"out: expected query's device {query.device}, got {out.device}")
-    inputs = [x for x in (query, key, value) if isinstance(x, torch.Tensor)]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (out, *inputs)):
+    inputs = [x for store in (query, key, value, *others) for x in _tensors(store)]
+    if torch.is_grad_enabled() and any([x.requires_grad for x in (out, *inputs)]):
         raise GradientError("out: varlen_attn_out has no gradient; call varlen_attn, or use torch.no_grad()")
     if overlaps(out):
         raise ArgumentError("out: an expanded tensor (elements that share memory) cannot be written")
-    if any(_overlap(out, x) for x in inputs):
-        raise ArgumentError("out: must not overlap query, key or value in memory")
+    if not out.numel():
+        return
+    low, high = _span(out)
+    for x in inputs:
+        if x.device == out.device and x.numel():
+            first, last = _span(x)
+            if low < last and first < high:
+                raise ArgumentError("out: must not overlap query, key, value or another input in memory")
 
 
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the address ranges of two tensors meet."""
+def _tensors(x: Any) -> tuple[torch.Tensor, ...]:
+    """The tensors of an argument: of a tensor itself, of a format its parts."""
+    if isinstance(x, torch.Tensor):
+        return (x,)
+    return tuple(part for part in vars(x).values() if isinstance(part, torch.Tensor)) if hasattr(x, "opened") else ()
 
-    def span(x: torch.Tensor) -> tuple[int, int]:
-        last = sum((n - 1) * s for n, s in zip(x.shape, x.stride()))
-        return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
-    if not a.numel() or not b.numel():
-        return False
-    (a0, a1), (b0, b1) = span(a), span(b)
-    return a0 < b1 and b0 < a1
+def _span(x: torch.Tensor) -> tuple[int, int]:
+    """The addresses [first, last) between which a tensor's elements lie."""
+    first = x.data_ptr()
+    if x.is_contiguous():
+        return first, first + x.nbytes
+    return first, first + (sum((n - 1) * s for n, s in zip(x.shape, x.stride())) + 1) * x.element_size()
