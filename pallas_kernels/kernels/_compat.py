@@ -27,6 +27,7 @@ def kernel(
     warpgroups: int,
     interpret: bool,
     detect_races: bool = False,
+    approx_math: bool = True,
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """`body(*inputs, *outputs, *scratch)` on a grid of `blocks` blocks ("block") of `warpgroups` warpgroups ("wg")."""
     call = plgpu.kernel(
@@ -37,7 +38,7 @@ def kernel(
         grid_names=("block",),
         num_threads=warpgroups,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=approx_math),
         interpret=plgpu.InterpretGPUParams(detect_races=detect_races) if interpret else None,
     )
     return lambda *inputs: tuple(call(*inputs))
@@ -67,6 +68,14 @@ def weighted_values(p: jax.Array, v: Any, acc: jax.Array, p_smem: Any) -> jax.Ar
         return ref[...]
 
     return acc + pl.run_scoped(product, plgpu.ACC((acc.shape[0], acc.shape[1])))
+
+
+def store(ref: Any, x: jax.Array) -> None:
+    """To global memory as the registers lie, whatever sectors that touches (newer versions refuse it by default)."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, x, optimized=False)
+    else:
+        ref[...] = x
 
 
 def races_found() -> bool:
