@@ -168,12 +168,9 @@ def attend(
 
     def tensors(problem: Problem) -> dict[str, torch.Tensor]:
         """The inputs of the problem's program."""
-        given = {"q": query, "k": key, "v": value}
-        if mask.packed:
-            assert mask.q_start is not None and mask.k_len is not None
-            given |= {"q_start": mask.q_start, "k_len": mask.k_len}
-            return given if mask.block_table is None else {**given, "block_table": mask.block_table}
-        return given if kv_lengths is None else {**given, "k_len": kv_lengths}
+        named = {"q": query, "k": key, "v": value, "q_start": mask.q_start, "k_start": mask.k_start}
+        named |= {"k_len": mask.k_len if mask.packed else kv_lengths, "block_table": mask.block_table, "sinks": sinks}
+        return {name: x for name, x in named.items() if x is not None}
 
     static = ("attention", output_dtype, mask[4:], *((n, type(x), x) for n, x in options.items()))
     return answer(normalise, (query, key, value, bias, sinks, kv_lengths, mask[:4]), static, backend, tensors)
@@ -234,9 +231,12 @@ def attend_varlen(
     """(out, lse) of a call of `varlen_attn`, no gradient. options: as `varlen.build`."""
 
     def tensors(problem: Problem) -> dict[str, torch.Tensor]:
-        """The inputs of the problem's program, which reads paged keys only."""
-        assert seqused_k is not None and block_table is not None
-        return {"q": query, "k": key, "v": value, "q_start": cu_seq_q, "k_len": seqused_k, "block_table": block_table}
+        """The inputs of the problem's program."""
+        lengths = cu_seq_k.diff() if seqused_k is None else seqused_k
+        starts = cu_seq_k[:-1] if block_table is None else None
+        named = {"q": query, "k": key, "v": value, "q_start": cu_seq_q, "k_start": starts, "k_len": lengths}
+        named |= {"block_table": block_table, "sinks": sinks}
+        return {name: x for name, x in named.items() if x is not None}
 
     normalise = varlen_normaliser(max_q, max_k, options)
     arguments = (query, key, value, cu_seq_q, cu_seq_k, seqused_k, block_table, sinks)

@@ -50,10 +50,13 @@ def run(call: Call, want_lse: bool, out: torch.Tensor | None = None) -> tuple[to
     return plan.run(addresses, want_lse, out)
 
 
-def file(call: Call | None, plan: launch.Plan) -> None:
-    """Keep the plan of a call that the long way has launched."""
+def file(call: Call | None, plan: launch.Plan, addresses: list[int]) -> None:
+    """Keep the plan of a call that the long way has launched with these addresses.
+
+    Unless it had to make a tensor of its own, such as int32 entries of a table that has others.
+    """
     global _calls_of_dropped
-    if call is not None:
+    if call is not None and [x.data_ptr() for x in call.tensors] == addresses:
         if len(_plans) >= MOST_PLANS:
             _calls_of_dropped += sum(plan.calls for plan in _plans.values())
             _plans.clear()
@@ -63,6 +66,11 @@ def file(call: Call | None, plan: launch.Plan) -> None:
 def calls() -> int:
     """Calls that ran a filed plan."""
     return _calls_of_dropped + sum(plan.calls for plan in list(_plans.values()))
+
+
+def plans() -> int:
+    """Signatures whose plans are kept."""
+    return len(_plans)
 
 
 def look(kind: tuple[Any, ...], options: tuple[Any, ...], tensors: tuple[Any, ...], longest: int = 0) -> Call | None:
@@ -85,17 +93,16 @@ def attention(
     query: Any, key: Any, value: Any, bias: Any, kv_lengths: Any, sinks: Any, options: tuple[Any, ...], partial: bool
 ) -> Call | None:
     """A call of the `memory_efficient_attention` family; options: all others, in a fixed order."""
-    if sinks is not None:
-        return None
+    last, given = () if sinks is None else (sinks,), (partial, sinks is None)
     if bias is None:
         if kv_lengths is None:
-            return look(("attention", partial), options, (query, key, value))
-        return look(("attention", partial, "k_len"), options, (query, key, value, kv_lengths))
+            return look(("attention", given), options, (query, key, value, *last))
+        return look(("attention", given, "k_len"), options, (query, key, value, kv_lengths, *last))
     reader = _READERS.get(type(bias))
     if reader is None or kv_lengths is not None:
         return None
     static, tensors, longest = reader(bias)
-    return look(("attention", partial, type(bias), *static), options, (query, key, value, *tensors), longest)
+    return look(("attention", given, type(bias), *static), options, (query, key, value, *tensors, *last), longest)
 
 
 Read = tuple[tuple[Hashable, ...], tuple[torch.Tensor, ...], int]
@@ -141,8 +148,8 @@ _READERS: dict[type, Callable[[Any], Read]] = {
 def varlen(
     tensors: tuple[Any, ...], cu_seq_k: Any, max_q: Any, max_k: Any, options: tuple[Any, ...]
 ) -> Call | None:
-    """A call of `varlen_attn` over pages. tensors: (query, key, value, cu_seq_q, seqused_k, block_table); options:
-    (scale, window_size, ...).
+    """A call of `varlen_attn` over pages. tensors: (query, key, value, cu_seq_q, seqused_k, block_table[, sinks]);
+    options: (scale, window_size, ...).
 
     The maxima are checked here and enter no key: with pages, nothing that is compiled depends on them.
     """

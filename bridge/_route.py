@@ -40,13 +40,14 @@ def answer(
     if _on_gpu(arguments):
         launch.check_process()
         _call.check_no_tangents(arguments)
-        problem, layout = _described(build, arguments, static)
+        problem, layout = described(build, arguments, static)
         why = _launch_reasons(problem, arguments, tensors, backend)
         if why is None:
             inputs = tensors(problem)
-            plan = launch.plan(problem, layout, inputs)
-            _lean.file(call, plan)
-            written, lse = plan.run([x.data_ptr() for x in inputs.values()], out=out)
+            plan = launch.plan(problem, layout, inputs, arguments[0].device)
+            addresses = [x.data_ptr() for x in inputs.values()]
+            _lean.file(call, plan, addresses)
+            written, lse = plan.run(addresses, out=out)
             assert lse is not None
             return written, lse
         if backend == "auto":
@@ -78,7 +79,7 @@ class Served(NamedTuple):
 def serving(build: Build, arguments: tuple[Any, ...], static: Hashable, backend: str, tensors: Tensors) -> Served:
     """What serves a call; raises what the call would."""
     if _on_gpu(arguments):
-        problem, _ = _described(build, arguments, static)
+        problem, _ = described(build, arguments, static)
         if _launch_reasons(problem, arguments, tensors, backend) is None:
             return Served("hopper", pieces(problem, launch.target(arguments[0].device.index)))
         chosen = dispatch.choose(problem, backend)
@@ -95,7 +96,7 @@ _normalised: OrderedDict[Hashable, tuple[Problem, Layout]] = OrderedDict()
 MOST_NORMALISED = 4096
 
 
-def _described(build: Build, arguments: tuple[Any, ...], static: Hashable) -> tuple[Problem, Layout]:
+def described(build: Build, arguments: tuple[Any, ...], static: Hashable) -> tuple[Problem, Layout]:
     """The problem of a call and its results' shapes: normalising costs a trace, so it is done once a signature."""
     try:
         key = (static, _signature(arguments))

@@ -22,11 +22,14 @@ from typing import Any, NamedTuple
 import jax
 import torch
 
+from pallas_kernels import program as programs
 from pallas_kernels.errors import ArgumentError, DeviceError
 from pallas_kernels.problem import Layout, Problem
 from pallas_kernels.program import Launch, Program, Target, program, unsupported
 
 from . import _mosaic, cache
+
+resolve: Callable[[Problem, Target], Problem] = getattr(programs, "resolve", lambda problem, target: problem)
 
 MOST_TOKENS = 65536
 """Entries of a device's table of numbers."""
@@ -141,7 +144,7 @@ class Plan:
         return out, lse
 
 
-def plan(problem: Problem, layout: Layout, tensors: dict[str, torch.Tensor]) -> Plan:
+def plan(problem: Problem, layout: Layout, tensors: dict[str, torch.Tensor], device: torch.device) -> Plan:
     """The plan of a call, from the inputs of its program by name; compiles what no earlier call has.
 
     Raises ArgumentError if something is to be compiled while a graph is captured, DeviceError in a forked process.
@@ -149,7 +152,7 @@ def plan(problem: Problem, layout: Layout, tensors: dict[str, torch.Tensor]) -> 
     check_process()
     table = tensors.get("block_table")
     width = None if table is None else table.shape[1]
-    return plan_of(problem, layout, tuple(tensors), width, tensors["q"].device)
+    return plan_of(problem, layout, tuple(tensors), width, device)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -192,12 +195,14 @@ def at_capacity(problem: Problem, target: Target, table_width: int | None = None
     table_width: entries of a row of the block table, which is the pitch that a kernel is compiled for, whatever
     maximum the caller names.
     """
-    p, plain = problem, problem.lse_rows != 1
+    p, plain = resolve(problem, target), problem.lse_rows != 1
     per_row = p.queries // p.lse_rows if plain else 1  # a plain batch: every sequence has the same number of tokens
-    batch = capacity(p.batch if plain else max(p.queries, p.batch))
+    batch = capacity(p.batch)
+    if not plain and p.queries <= MOST_TIED:
+        batch = max(batch, capacity(p.queries))
     raised = dataclasses.replace(
         p,
-        queries=batch * per_row,
+        queries=batch * per_row if plain else capacity(p.queries),
         batch=batch,
         key_rows=p.key_rows if p.slot is None else batch * p.slot,
         max_keys=p.max_keys if table_width is None or p.page_size is None else table_width * p.page_size,
@@ -207,6 +212,11 @@ def at_capacity(problem: Problem, target: Target, table_width: int | None = None
     # powers of two makes one program more, and spares the larger counts a merge that they do not need.
     least = _next_power_of_two(p.batch if plain else p.queries) // 2 + 1
     return program(raised, target, least_tokens=least * per_row), raised
+
+
+MOST_TIED = 1024
+"""Up to so many tokens the capacity of sequences is that of tokens, so that their ratio compiles nothing; planning more
+sequences than there are takes shared memory."""
 
 
 def capacity(count: int) -> int:

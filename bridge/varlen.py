@@ -61,8 +61,8 @@ def _attend(
     """(out, lse, or None if not wanted) of a call; options: OPTIONS. `out`: written and returned, if a kernel runs."""
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, seqused_k, block_table, sinks = call
     needed, looked = library.needed((query, key, value, sinks)), None
-    if not needed and block_table is not None and seqused_k is not None and sinks is None:
-        tensors = (query, key, value, cu_seq_q, seqused_k, block_table)
+    if not needed and block_table is not None and seqused_k is not None:
+        tensors = (query, key, value, cu_seq_q, seqused_k, block_table, *(() if sinks is None else (sinks,)))
         looked = _lean.varlen(tensors, cu_seq_k, max_q, max_k, options)
         if looked is not None and (found := _lean.run(looked, want_lse, out)) is not None:
             return found

@@ -16,7 +16,7 @@ import bridge
 import cases
 import oracle
 import torch_frontend as frontend
-from bridge import _lean, _route, launch
+from bridge import _lean, _route
 from bridge.fmha import attn_bias
 from pallas_kernels.errors import ArgumentError, DTypeError, ShapeError, StaticArgumentError, UnsupportedError
 
@@ -191,6 +191,15 @@ def test_an_lse_that_is_not_returned_lies_in_the_workspace(card):
     assert given[1]["lse"] == result[1].data_ptr()
     sizes = sorted(address for name, address in given[0].items() if name not in ("out", "count"))
     assert sizes[-1] == given[0]["lse"]  # the last piece of one allocation
+
+
+def test_a_table_of_other_integers_is_converted_in_every_call(card):
+    q, k, v, mask = paged([100, 7])
+    mask.block_tables = mask.block_tables.long()
+    for _ in range(2):
+        bridge.memory_efficient_attention(q, k, v, mask)
+    assert not _lean._plans
+    assert all(dict(zip(n, a)).get("block_table") != mask.block_tables.data_ptr() for _, n, a in card.launched)
 
 
 @pytest.mark.parametrize(
@@ -378,4 +387,5 @@ def test_varlen_out_refuses_before_a_launch(card):
 def test_calls_are_counted(card):
     for _ in range(3):
         bridge.memory_efficient_attention(*padded([100, 7]))
-    assert _lean.calls() == 3 and len(launch.compiled()) == 2
+    assert bridge.cache_info().calls == 3 and len(bridge.cache_info().kernels) == 2
+    assert bridge.cache_info().plans == 1
