@@ -32,6 +32,7 @@ class Problem:
     queries: packed query rows over all sequences. key_rows: rows of the key axis (all pages together).
     max_keys: capacity of one sequence, in keys. slot: rows of each sequence's slot where keys lie in equal slots
     (padded storage), else None. lse_rows: the LSE is [lse_rows, heads, queries / lse_rows]; 1 for packed queries.
+    bias: shape of the array bias. sinks: their dtype.
     fp8_qk, fp8_pv: multiply in e4m3 (MSLK's quantize_qk/pv_to_fp8).
     num_splits, split_size: the split policy (at most one is given).
     """
@@ -54,7 +55,7 @@ class Problem:
     scale: float
     softcap: float | None
     bias: tuple[int, ...] | None
-    sinks: bool
+    sinks: str | None
     num_splits: int | None
     split_size: int | None
     slot: int | None
@@ -330,7 +331,7 @@ def build(
         scale=default_scale(scale, head_dim),
         softcap=check_softcap(softcap),
         bias=None if bias is None else bias.shape,
-        sinks=sinks is not None,
+        sinks=None if sinks is None else str(as_array(sinks, "sinks").dtype),
         num_splits=splits[0],
         split_size=splits[1],
         slot=capacity if parts.slotted and nf.block_table is None else None,

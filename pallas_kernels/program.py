@@ -14,10 +14,12 @@ from typing import Any, Literal, Protocol
 
 import jax
 
+from .kernels.copying import Storage
 from .kernels.decode import Decode
 from .kernels.lse import LsePlace
 from .kernels.merge import Merge
-from .kernels.work import SplitPolicy
+from .kernels.partials import Partials
+from .kernels.work import MAX_BATCH, SplitPolicy, Tiling, Work, key_tile
 from .problem import Operands, Problem
 
 Role = Literal["in", "out", "workspace"]
@@ -68,18 +70,28 @@ class Program:
         return next(b for b in self.buffers if b.name == name)
 
 
-HEAD_DIMS = (32, 64, 128)
-MAX_GROUP = 64
-"""Query heads that share a KV head: the rows of one tile."""
-PAGE_SIZES = (64, 128)
+HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256, 512)
+"""Of keys, and of values."""
+MLA_DIMS = (576, 512)
+"""(key's, value's) head_dim of multi-head latent attention: the one pair with a longer key."""
+MAX_GROUP = 128
+"""Query heads that share a KV head."""
 MAX_TOKENS_PER_SEQUENCE = 16
-"""Each query token reads its sequence's keys once, so that many tokens are better served otherwise."""
+"""Every 64 rows of query tokens and heads read their sequence's keys once: more tokens are better served otherwise."""
+SHARED_MEMORY = 232448
+"""Bytes that a block of compute capability 9.0 has."""
+MAX_STAGES = 4
+BYTES_PER_US = 4.2e6
+"""Of an H200's memory: what decode reaches (benchmarks/NOTES.md)."""
+MERGE_US = 3.0
+"""What a second launch may cost before whole rows are the better shares."""
 
 
 def unsupported(problem: Problem) -> list[str]:
     """Why no program answers the problem; empty where one does."""
     p = problem
     low_bit = p.key_format not in ("float16", "bfloat16")
+    dims = p.head_dim in HEAD_DIMS and p.value_dim in HEAD_DIMS or (p.head_dim, p.value_dim) == MLA_DIMS
     checks = [
         (p.q_dtype not in ("float16", "bfloat16"), f"query dtype {p.q_dtype} (accepted: float16, bfloat16)"),
         (
@@ -87,24 +99,41 @@ def unsupported(problem: Problem) -> list[str]:
             f"low-bit keys and values ({p.key_format.split('/')[0]})",
         ),
         (p.out_dtype not in ("float16", "bfloat16", "float32"), f"output dtype {p.out_dtype}"),
-        (p.head_dim not in HEAD_DIMS, f"head_dim {p.head_dim} (accepted: {HEAD_DIMS})"),
-        (p.value_dim != p.head_dim, f"value head_dim {p.value_dim} other than key's"),
+        (not dims, f"head_dim {p.head_dim}, of values {p.value_dim} (accepted: {HEAD_DIMS}, or the pair {MLA_DIMS})"),
         (not 1 <= p.group <= MAX_GROUP, f"{p.group} query heads share a KV head (accepted: 1 to {MAX_GROUP})"),
         (p.bias is not None, "an array bias"),
-        (p.sinks, "sinks"),
+        (p.sinks == "float64", "float64 sinks"),
         (
             p.queries > MAX_TOKENS_PER_SEQUENCE * p.batch,
             f"{p.queries} query tokens for {p.batch} sequences (accepted: {MAX_TOKENS_PER_SEQUENCE} a sequence)",
         ),
-        (p.slot is None and p.page_size is None, "keys that are neither in equal slots nor paged"),
-        (p.gappy_pages, "paged keys that start anywhere in their row"),
-        (p.slot is not None and p.slot % 8 != 0, f"slots of {p.slot} keys (accepted: multiples of 8)"),
         (
-            p.page_size is not None and p.page_size not in PAGE_SIZES,
-            f"page_size {p.page_size} (accepted: {PAGE_SIZES})",
+            p.batch > MAX_BATCH and None in (p.equal_queries, p.equal_keys),
+            f"{p.batch} sequences of different lengths (accepted: {MAX_BATCH})",
         ),
     ]
-    return [text for wrong, text in checks if wrong]
+    found = [text for wrong, text in checks if wrong]
+    if not found and _one_token(p) and not _direct(p):
+        found.append(f"{p.group} query heads share a KV head at head_dim {p.head_dim} (accepted: 1 to 8, multiples of 8)")
+    if not found and _decode(p, Target((9, 0), 1), counted=True).shared_memory > SHARED_MEMORY:
+        found.append(f"head_dim {p.head_dim} with keys that do not lie in eights: too much for shared memory")
+    return found
+
+
+def resolve(problem: Problem, target: Target) -> Problem:
+    """The problem with its automatic split policy made definite where whole rows are good shares: one launch then.
+
+    Of the true sizes, so that both front ends take the same program.
+    """
+    p = problem
+    if (p.num_splits, p.split_size) != (None, None) or p.equal_queries is None or p.equal_keys is None:
+        return p
+    tiles = Tiling.of(p.group, min(p.head_dim, p.value_dim), p.equal_queries, _one_token(p))
+    rows = p.batch * p.kv_heads * -(-p.equal_queries // tiles.tokens) * tiles.parts
+    rounds = -(-rows // target.sms)
+    us = 2 * p.batch * p.kv_heads * p.equal_keys * (p.head_dim + p.value_dim) / BYTES_PER_US
+    idle = 1 - rows / (rounds * target.sms)
+    return dataclasses.replace(p, num_splits=1) if us * idle < MERGE_US else p
 
 
 @functools.cache
@@ -114,80 +143,101 @@ def program(problem: Problem, target: Target, least_tokens: int | None = None) -
     least_tokens: if given, the problem's leading sizes are capacities; the true numbers of query tokens (at least
     this many) and of sequences are read from the buffers "count" and "sequences".
     """
-    counted = least_tokens is not None
-    p = problem
-    # More pieces than keys, or longer ones than a sequence, are the same as just as many.
-    most = max(p.max_keys, 1)
-    splits, size = (None if n is None else min(n, most) for n in (p.num_splits, p.split_size))
-    policy = SplitPolicy(splits, size, p.max_keys, p.kv_heads, target.sms)
-    lse = LsePlace(p.lse_dtype, p.kv_heads * p.group, None if p.lse_rows == 1 else p.queries // p.lse_rows)
-    key_shape = (
-        (p.key_rows // p.page_size, p.page_size, p.kv_heads, p.head_dim)
-        if p.page_size is not None
-        else (p.batch, p.slot or 0, p.kv_heads, p.head_dim)
-    )
-    # With one piece for every number of tokens that may come, the decode kernel's own result is final.
-    split = policy.count(least_tokens or p.queries) > 1
-    decode = Decode(
-        tokens=p.queries,
-        batch=p.batch,
-        kv_heads=p.kv_heads,
-        group=p.group,
-        head_dim=p.head_dim,
-        dtype=p.q_dtype,
-        out_dtype=p.out_dtype,
-        lse=lse,
-        scale=p.scale,
-        softcap=p.softcap,
-        window=p.window,
-        policy=policy,
-        key_shape=key_shape,
-        equal_queries=p.equal_queries,
-        equal_keys=p.equal_keys,
-        pages_per_row=None if p.page_size is None else p.max_keys // p.page_size,
-        counted=counted,
-        split=split,
-        blocks=target.sms,
-        stages=_stages(p),
-    )
+    p = problem if least_tokens is not None else resolve(problem, target)
+    decode = _decode(p, target, counted=least_tokens is not None)
     rows = (p.queries, p.kv_heads, p.group)
-    inputs = {
+    shapes = {
         "q": ((*rows, p.head_dim), p.q_dtype),
-        "k": (key_shape, p.q_dtype),
-        "v": (key_shape, p.q_dtype),
+        "k": ((*decode.storage.axes, p.kv_heads, p.head_dim), p.q_dtype),
+        "v": ((*decode.storage.axes, p.kv_heads, p.value_dim), p.q_dtype),
         "q_start": ((p.batch + 1,), "int32"),
+        "k_start": ((p.batch,), "int32"),
         "k_len": ((p.batch,), "int32"),
-        "block_table": ((p.batch, decode.pages_per_row or 0), "int32"),
+        "block_table": ((p.batch, decode.storage.pages_per_row or 0), "int32"),
+        "sinks": ((p.kv_heads, p.group), p.sinks or "float32"),
         "count": ((1,), "int32"),
         "sequences": ((1,), "int32"),
     }
-    buffers = [Buffer(name, *inputs[name], "in") for name in decode.reads]
+    buffers = [Buffer(name, *shapes[name], "in") for name in decode.reads]
     buffers += [
-        Buffer("out", (*rows, p.head_dim), p.out_dtype, "out"),
+        Buffer("out", (*rows, p.value_dim), p.out_dtype, "out"),
         Buffer("lse", (p.queries * p.kv_heads * p.group,), p.lse_dtype, "out"),
     ]
-    if not split:
-        return Program(tuple(buffers), (Launch(decode, decode.reads, ("out", "lse")),))
-    partial = ("accumulators", "maxima", "sums")
-    buffers += [
-        Buffer(name, t.shape, str(t.dtype), "workspace") for name, t in zip(partial, decode.out_types, strict=True)
-    ]
-    merge = Merge(p.queries, p.kv_heads, p.group, p.head_dim, p.out_dtype, lse, policy, counted)
-    reads = (*partial, "count") if counted else partial
-    return Program(tuple(buffers), (Launch(decode, decode.reads, partial), Launch(merge, reads, ("out", "lse"))))
+    launches = [Launch(decode, decode.reads, decode.writes)]
+    if decode.split:
+        buffers += [Buffer(name, t.shape, str(t.dtype), "workspace") for name, t in decode.partials.types.items()]
+        merge = Merge(decode.partials, p.out_dtype, decode.lse, bool(p.sinks))
+        launches.append(Launch(merge, merge.reads, merge.writes))
+    return Program(tuple(buffers), tuple(launches))
+
+
+def _one_token(p: Problem) -> bool:
+    """Whether a query tile holds one token: of long heads, several do not fit beside the keys."""
+    return max(p.head_dim, p.value_dim) > 256
+
+
+def _direct(p: Problem) -> bool:
+    """Whether the copy engine can lay out the query heads of a token as `wgmma` reads them."""
+    return p.group <= 8 or p.group % 8 == 0
+
+
+def _decode(p: Problem, target: Target, counted: bool) -> Decode:
+    # More pieces than keys, or longer ones than a sequence, are the same as just as many.
+    most = max(p.max_keys, 1)
+    splits, size = (None if n is None else min(n, most) for n in (p.num_splits, p.split_size))
+    policy = SplitPolicy(splits, size)
+    tile = key_tile(p.head_dim, p.value_dim)
+    tiling = Tiling.of(p.group, min(p.head_dim, p.value_dim), p.equal_queries, _one_token(p))
+    work = Work(
+        tokens=p.queries,
+        batch=p.batch,
+        kv_heads=p.kv_heads,
+        tiling=tiling,
+        key_tile=tile,
+        window=p.window,
+        policy=policy,
+        equal_queries=p.equal_queries,
+        equal_keys=p.equal_keys,
+        counted=counted,
+        blocks=target.sms,
+    )
+    pages_per_row = None if p.page_size is None else p.max_keys // p.page_size
+    if p.page_size is not None:
+        storage = Storage(tile, (p.key_rows // p.page_size, p.page_size), pages_per_row, p.gappy_pages)
+    elif p.slot is not None:
+        storage = Storage(tile, (p.batch, p.slot), None, False)
+    else:
+        storage = Storage(tile, (1, p.key_rows), None, True)
+    made = Decode(
+        work=work,
+        group=p.group,
+        head_dim=p.head_dim,
+        value_dim=p.value_dim,
+        dtype=p.q_dtype,
+        out_dtype=p.out_dtype,
+        lse=LsePlace(p.lse_dtype, p.kv_heads * p.group, None if p.lse_rows == 1 else p.queries // p.lse_rows),
+        scale=p.scale,
+        softcap=p.softcap,
+        sinks=bool(p.sinks),
+        storage=storage,
+        split=policy.automatic or policy.most(p.max_keys) > 1,
+        partials=Partials(work, p.group, p.value_dim, policy.most(p.max_keys)),
+        stages=1,
+        q_direct=tiling.tokens == 1 and _direct(p),
+    )
+    stages = range(1 if storage.restaged else MAX_STAGES, 0, -1)
+    fitting = (n for n in stages if dataclasses.replace(made, stages=n).shared_memory <= SHARED_MEMORY)
+    return dataclasses.replace(made, stages=next(fitting, 1))
 
 
 def pieces(problem: Problem, target: Target) -> int:
-    """Into how many pieces the problem's program cuts each sequence's keys."""
-    decode = program(problem, target).launches[0].kernel
-    assert isinstance(decode, Decode)
-    return int(decode.policy.count(problem.queries))
-
-
-def _stages(problem: Problem) -> int:
-    """Key and value tiles in flight: what fits beside the rest of shared memory, 128 KiB at most."""
-    tile = 2 * 128 * problem.head_dim * 2
-    return max(2, min(4, 131072 // tile))
+    """Into how many pieces the problem's program cuts each sequence's keys; under automatic splits, about how many
+    blocks share them where all sequences are equally long."""
+    p = resolve(problem, target)
+    decode = _decode(p, target, counted=False)
+    if not decode.work.policy.automatic:
+        return decode.work.policy.most(p.max_keys)
+    return max(1, -(-target.sms // max(1, p.queries // decode.work.tiling.tokens * p.kv_heads)))
 
 
 def run(problem: Problem, target: Target, x: Operands) -> tuple[jax.Array, jax.Array]:
@@ -198,8 +248,10 @@ def run(problem: Problem, target: Target, x: Operands) -> tuple[jax.Array, jax.A
         "k": x.k.reshape(made.buffer("k").shape),
         "v": x.v.reshape(made.buffer("v").shape),
         "q_start": x.nf.q_start,
+        "k_start": x.nf.k_start,
         "k_len": x.nf.k_len,
         "block_table": x.nf.block_table,
+        "sinks": x.sinks,
     }
     values: dict[str, Any] = given
     for launch in made.launches:

@@ -173,7 +173,7 @@ def build(
         scale=head_scale,
         softcap=check_softcap(softcap),
         bias=None,
-        sinks=sinks is not None,
+        sinks=None if sinks is None else str(as_array(sinks, "sinks").dtype),
         num_splits=splits[0],
         split_size=splits[1],
         slot=None,

@@ -44,10 +44,11 @@ def kernel(
     return lambda *inputs: tuple(call(*inputs))
 
 
-def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory that `wgmma` reads: rows of at most 128 bytes, swizzled."""
-    swizzle = min(128, shape[-1] * jnp.dtype(dtype).itemsize)
-    tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))  # type: ignore[abstract]
+def tiled(shape: tuple[int, ...], dtype: Any, most: int = 128) -> Any:
+    """Shared memory that `wgmma` reads, swizzled: as many bytes at once as divide a row, `most` at most."""
+    size = jnp.dtype(dtype).itemsize
+    swizzle = next(n for n in (128, 64, 32) if n <= most and shape[-1] * size % n == 0)
+    tiling = plgpu.TilingTransform((8, swizzle // size))  # type: ignore[abstract]
     swizzling = plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
     return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzling))
 

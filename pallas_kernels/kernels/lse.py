@@ -11,7 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 
 UNSEEN = -1e30
-"""Score of a key outside the piece or the window, and maximum of no keys. Finite, so that no difference is NaN."""
+"""Maximum of no scores. Finite, so that no difference is NaN."""
+MASKED = 2 * UNSEEN
+"""Score of a key that a row does not see: far below the maximum of no scores, so that its probability is 0 even in a
+row that has seen nothing yet."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,16 +31,35 @@ class LsePlace:
     def out_type(self, count: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((count,), self.dtype)
 
-    def store(self, lse: Any, token: Any, head: Any, tokens: Any, m: Any, l: Any) -> None:
-        """The LSE of a row from its maximum m (in units of log 2) and sum l, both float32 scalars, formed in float64.
+    def place(self, token: Any, head: Any, tokens: Any) -> Any:
+        """The index of a query head's LSE; tokens: the true number."""
+        if self.per_row is None:
+            return head * tokens + token
+        row, query = lax.div(token, jnp.int32(self.per_row)), lax.rem(token, jnp.int32(self.per_row))
+        return (row * self.heads + head) * self.per_row + query
+
+    def value(self, m: Any, l: Any) -> Any:
+        """The LSE of rows from their maximum m (in units of log 2) and sum l, both float32, formed in float64.
 
         A row that saw no key (l = 0) gets -inf.
         """
-        if self.per_row is None:
-            place = head * tokens + token
-        else:
-            row, query = lax.div(token, jnp.int32(self.per_row)), lax.rem(token, jnp.int32(self.per_row))
-            place = (row * self.heads + head) * self.per_row + query
         with jax.enable_x64(True):
-            value = m.astype(jnp.float64) * math.log(2.0) + jnp.log(jnp.where(l > 0, l, 1).astype(jnp.float64))
-            lse[place] = jnp.where(l > 0, value, -math.inf).astype(self.dtype)
+            value = m.astype(jnp.float64) * math.log(2.0) + _log(jnp.where(l > 0, l, 1))
+            return jnp.where(l > 0, value, -math.inf).astype(self.dtype)
+
+
+def _log(x: Any) -> Any:
+    """The natural logarithm of positive float32 numbers, in float64: Mosaic GPU has none for vectors.
+
+    x = 2**e * y with y in [sqrt(1/2), sqrt(2)), and log y = 2 artanh z with z = (y - 1) / (y + 1), |z| < 0.172: ten
+    terms of the series are exact to 1e-17.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    exponent = lax.shift_right_arithmetic(bits - 0x3F3504F3, jnp.full_like(bits, 23))  # of sqrt(1/2)
+    y = lax.bitcast_convert_type(bits - lax.shift_left(exponent, jnp.full_like(bits, 23)), jnp.float32)
+    y, e = y.astype(jnp.float64), exponent.astype(jnp.float32).astype(jnp.float64)
+    z = (y - 1) / (y + 1)
+    square, series = z * z, jnp.zeros_like(z)
+    for n in range(19, 0, -2):
+        series = series * square + 1 / n
+    return e * math.log(2.0) + 2 * z * series

@@ -1,8 +1,9 @@
-"""Joins the partial results of `decode`: one block a query row, pieces added in order."""
+"""Joins the partial results of `decode` (`partials`), in order; rows that decode finished are left as they are."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,95 +15,172 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import _compat
 from .lse import UNSEEN, LsePlace
-from .work import SplitPolicy
+from .partials import Partials
+from .rows import with_sink
+from .work import CHUNK
 
-AT_ONCE = 4
-"""Accumulators in flight; pitches of the statistics are a multiple."""
-WIDTH = 128
-"""Elements that a warpgroup handles at once, one a thread: the accumulators' row pitch is a multiple."""
+AT_ONCE = 8
+"""Accumulators in flight."""
+MOST_BLOCKS_PER_RECORD = 8
+"""Blocks that share the rows of one record, under the automatic policy."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Merge:
-    """Static parameters; as in `Decode`. (accumulators, maxima, sums[, count]) -> out [tokens * heads * D], lse."""
+    """Static parameters; as in `Decode`."""
 
-    tokens: int
-    kv_heads: int
-    group: int
-    head_dim: int
+    partials: Partials
     out_dtype: str
     lse: LsePlace
-    policy: SplitPolicy
-    counted: bool
+    sinks: bool
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        counted = ("count",) if self.partials.work.counted else ()
+        return (*self.partials.types, *(("sinks",) if self.sinks else ()), *counted, "out", "lse")
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return ("out", "lse")
 
     @property
     def heads(self) -> int:
-        return self.kv_heads * self.group
+        return self.partials.work.kv_heads * self.partials.group
 
     @property
     def out_types(self) -> list[jax.ShapeDtypeStruct]:
-        rows = self.tokens * self.heads
-        return [jax.ShapeDtypeStruct((rows * self.head_dim,), self.out_dtype), self.lse.out_type(rows)]
+        rows = self.partials.work.tokens * self.heads
+        return [jax.ShapeDtypeStruct((rows * self.partials.value_dim,), self.out_dtype), self.lse.out_type(rows)]
+
+    @property
+    def blocks(self) -> int:
+        if self.partials.automatic:
+            return self.partials.records * self._sharing
+        return self.partials.work.tokens * self.heads
+
+    @property
+    def _sharing(self) -> int:
+        return min(self.partials.rows, MOST_BLOCKS_PER_RECORD)
 
     def build(self, interpret: bool = False, detect_races: bool = False) -> Callable[..., tuple[jax.Array, ...]]:
-        """The kernel: (accumulators, maxima, sums[, count]) -> `out_types`."""
-        pitch, width = self.policy.stats_pitch(self.tokens), max(self.head_dim, WIDTH)
-        strided = plgpu.Layout.WG_STRIDED((width,), width // WIDTH)
-        stats_layout = plgpu.Layout.WG_STRIDED((pitch,), pitch // WIDTH)
+        """The kernel: `reads` -> `writes`; out and lse are written in place, flat."""
+        scratch = {
+            "staged": plgpu.SMEM((self.partials.width,), self.out_dtype),
+            "weights": plgpu.SMEM((CHUNK,), jnp.float32),
+            "totals": plgpu.SMEM((CHUNK,), jnp.float32),
+            "lse_rows": plgpu.SMEM((CHUNK,), self.lse.dtype),
+        }
 
-        def body(accumulators: Any, maxima: Any, sums: Any, *rest: Any) -> None:
-            *count, out, lse, staged, weights, totals = rest
-            tokens = count[0][0] if self.counted else jnp.int32(self.tokens)
-            pieces = jnp.int32(self.policy.count(tokens if self.counted else self.tokens))
-            row = lax.axis_index("block")
-            token, head = lax.div(row, jnp.int32(self.heads)), lax.rem(row, jnp.int32(self.heads))
-            kv_head, g = lax.div(head, jnp.int32(self.group)), lax.rem(head, jnp.int32(self.group))
+        def body(*refs: Any) -> None:
+            given = dict(zip(self.reads, refs))
+            self._block(given, dict(zip(scratch, refs[len(self.reads) :])))
 
-            def part(s: Any) -> jax.Array:
-                """The accumulator of piece s; the last one's again beyond it, for loads must stay in bounds."""
-                place = (token * pieces + jnp.minimum(s, pieces - 1), kv_head, g)
-                return plgpu.load(accumulators.at[place], layout=strided, optimized=False)
-
-            @pl.when(token < tokens)
-            def _() -> None:
-                m, l = (
-                    plgpu.load(x.at[pl.ds(row * pitch, pitch)], layout=stats_layout, optimized=False)
-                    for x in (maxima, sums)
-                )
-                real = plgpu.broadcasted_iota(jnp.int32, (pitch,), 0, layout=stats_layout) < pieces
-                m, l = jnp.where(real, m, UNSEEN), jnp.where(real, l, 0.0)
-                top = m.max()
-                # A piece without keys has maximum UNSEEN, sum 0 and accumulator 0.
-                weight = jnp.where(l > 0, jnp.exp2(m - top), 0.0)
-                weights[...], totals[...] = weight, l * weight
-                plgpu.commit_smem()
-
-                def add(n: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-                    acc, total = carry
-                    several = [n * AT_ONCE + k for k in range(AT_ONCE)]
-                    parts = [part(s) for s in several]
-                    for s, x in zip(several, parts):
-                        acc, total = acc + x * weights[s], total + totals[s]
-                    return acc, total
-
-                zero = plgpu.layout_cast(jnp.zeros((width,), jnp.float32), strided)
-                steps = lax.div(pieces + (AT_ONCE - 1), jnp.int32(AT_ONCE))
-                acc, total = lax.fori_loop(0, steps, add, (zero, jnp.float32(0)))
-                staged[...] = (acc / jnp.where(total > 0, total, 1)).astype(self.out_dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(
-                    staged.at[pl.ds(0, self.head_dim)], out.at[pl.ds(row * self.head_dim, self.head_dim)]
-                )
-                self.lse.store(lse, token, head, tokens, top, total)
-                plgpu.wait_smem_to_gmem(0)
-
-        stats = plgpu.SMEM((pitch,), jnp.float32)
-        return _compat.kernel(
+        call = _compat.kernel(
             body,
-            out_type=self.out_types,
-            scratch_types=[plgpu.SMEM((width,), self.out_dtype), stats, stats],
-            blocks=self.tokens * self.heads,
+            out_type=(),
+            scratch_types=list(scratch.values()),
+            blocks=self.blocks,
             warpgroups=1,
             interpret=interpret,
             detect_races=detect_races,
         )
+
+        def run(*inputs: jax.Array) -> tuple[jax.Array, ...]:
+            *rest, out, lse = inputs
+            refs = [jax.new_ref(x) for x in (out.reshape(-1), lse)]
+            call(*rest, *refs)
+            return tuple(jax.freeze(ref) for ref in refs)
+
+        return run
+
+    # ----------------------------------------------------------------------------------- at tracing time
+
+    def _block(self, given: dict[str, Any], smem: dict[str, Any]) -> None:
+        work, partials = self.partials.work, self.partials
+        tokens = given["count"][0] if work.counted else jnp.int32(work.tokens)
+        block = lax.axis_index("block")
+        if not partials.automatic:
+            row, g = lax.div(block, jnp.int32(partials.group)), lax.rem(block, jnp.int32(partials.group))
+            token, head = lax.div(row, jnp.int32(work.kv_heads)), lax.rem(row, jnp.int32(work.kv_heads))
+
+            @pl.when(token < tokens)
+            def _() -> None:
+                record = row * work.tiling.parts + lax.div(g, jnp.int32(work.tiling.heads))
+                parts = given["records"][record, 0]
+                merge = lambda: self._row(given, smem, row * partials.most, g, parts, token, head, g, tokens)  # noqa: E731
+                pl.when(parts > 1)(merge)
+
+            return
+        place, first = lax.div(block, jnp.int32(self._sharing)), lax.rem(block, jnp.int32(self._sharing))
+        parts = given["records"][place, 0]
+
+        @pl.when(parts > 1)
+        def _() -> None:
+            token, count, head, g = (given["records"][place, n] for n in (1, 2, 3, 4))
+            heads = work.tiling.heads
+
+            def one(n: Any, _: None) -> None:
+                r = first + n * self._sharing
+                t, h = lax.div(r, jnp.int32(heads)), lax.rem(r, jnp.int32(heads))
+                self._row(given, smem, place, r, parts, token + t, head, g + h, tokens)
+
+            lax.fori_loop(0, lax.div(count * heads - first + (self._sharing - 1), jnp.int32(self._sharing)), one, None)
+
+    def _row(
+        self, given: Any, smem: Any, place: Any, row: Any, parts: Any, token: Any, head: Any, g: Any, tokens: Any
+    ) -> None:
+        """Merge one query head's row: its parts' places begin at `place`."""
+        partials, stats = self.partials, given["stats"]
+        accumulators, heads = given["accumulators"], self.heads
+        layout = plgpu.Layout.WG_STRIDED((CHUNK,), 1)
+        wide = plgpu.Layout.WG_STRIDED((partials.width,), partials.width // CHUNK)
+        behind = partials.parts(place, jnp.int32(1)) - 1  # the places of parts from the second on, less their numbers
+
+        def chunk(c: Any) -> tuple[Any, Any]:
+            """(maxima, sums) of parts c * CHUNK and on; a part without keys has maximum UNSEEN and sum 0."""
+            number = c * CHUNK + plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=layout)
+            found = []
+            for n, empty in ((0, UNSEEN), (1, 0.0)):
+                x = plgpu.load(stats.at[n, row, pl.ds(behind + c * CHUNK, CHUNK)], layout=layout, optimized=False)
+                x = jnp.where(number == 0, stats[n, row, place], x)
+                found.append(jnp.where(number < parts, x, empty))
+            return found[0], found[1]
+
+        chunks = lax.div(parts + (CHUNK - 1), jnp.int32(CHUNK))
+        top = lax.fori_loop(0, chunks, lambda c, top: jnp.maximum(top, chunk(c)[0].max()), jnp.float32(UNSEEN))
+
+        def join(c: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            m, l = chunk(c)
+            weight = jnp.where(l > 0, jnp.exp2(m - top), 0.0)
+            smem["weights"][...], smem["totals"][...] = weight, l * weight
+            plgpu.commit_smem()
+
+            def add(n: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+                acc, total = carry
+                several = [n * AT_ONCE + k for k in range(AT_ONCE)]
+                # The last part's again beyond it: loads stay in bounds, and its weight there is 0.
+                places = [partials.parts(place, jnp.minimum(c * CHUNK + s, parts - 1)) for s in several]
+                loaded = [plgpu.load(accumulators.at[p, row], layout=wide, optimized=False) for p in places]
+                for s, x in zip(several, loaded):
+                    acc, total = acc + x * smem["weights"][s], total + smem["totals"][s]
+                return acc, total
+
+            here = jnp.minimum(parts - c * CHUNK, CHUNK)
+            return lax.fori_loop(0, lax.div(here + (AT_ONCE - 1), jnp.int32(AT_ONCE)), add, carry)
+
+        zero = plgpu.layout_cast(jnp.zeros((partials.width,), jnp.float32), wide)
+        acc, total = lax.fori_loop(0, chunks, join, (zero, jnp.float32(0)))
+        if self.sinks:
+            sink = given["sinks"][head, g].astype(jnp.float32) * math.log2(math.e)
+            (acc,), top, total = with_sink((acc,), top, total, sink)
+        smem["staged"][...] = (acc / jnp.where(total > 0, total, 1)).astype(self.out_dtype)
+        # As a vector of equal rows: float64 arithmetic is one text for decode and for this.
+        smem["lse_rows"][...] = self.lse.value(*(jnp.zeros((CHUNK,), jnp.float32) + x for x in (top, total)))
+        plgpu.commit_smem()
+        query_head = head * partials.group + g
+        start = (token * heads + query_head) * partials.value_dim
+        plgpu.copy_smem_to_gmem(
+            smem["staged"].at[pl.ds(0, partials.value_dim)], given["out"].at[pl.ds(start, partials.value_dim)]
+        )
+        given["lse"][self.lse.place(token, query_head, tokens)] = smem["lse_rows"][0]
+        plgpu.wait_smem_to_gmem(0)

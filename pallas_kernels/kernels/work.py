@@ -1,104 +1,360 @@
-"""Who computes what: the pieces of a sequence and the work items that blocks share, computed on the device.
+"""Who computes what: the work of a call as one line of key tiles, cut into equal shares on the device.
 
-A work item is one piece of the keys of one query token and one KV head. Where the pieces of a sequence lie depends on
-its own length and the split policy (and, for the automatic one, on the true number of tokens and the card), never on
-a capacity; the blocks then take whole items in turn.
+Query rows that see the same keys share a 64-row tile (`Tiling`). Every tile of every sequence has a stretch of the
+line, one unit for each tile of keys that it reads; a block's share is an interval of the line, so that all blocks
+finish together whatever the lengths, and no host needs to know them.
+
+Where the pieces of a sequence's keys lie depends on its own length and the split policy alone; a share then holds the
+whole pieces that begin in it. Under the automatic policy a share is cut anywhere, and a piece is what a block has of a
+row: at most two blocks' ends a share, whatever the batch.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..masks import Window
 
-KEY_TILE = 128
-"""Keys of one step. Part of the numerics: it decides the order in which keys are added up."""
+ROWS = 64
+"""Rows of a query tile: the least that `wgmma` multiplies."""
+CHUNK = 128
+"""Sequences that are planned at once: one for each thread of a warpgroup."""
+MAX_TILE_TOKENS = 16
+"""Query tokens of one tile at most; each takes a copy of its own, and decode brings few."""
+MAX_BATCH = 4096
+"""Sequences of a call whose lengths are on the device: their places on the line are kept in shared memory."""
+
+
+def key_tile(head_dim: int, value_dim: int) -> int:
+    """Keys of one step. Part of the numerics (it decides the order in which keys are added up): what lets two stages of
+    keys and values fit into shared memory."""
+    widest = max(head_dim, value_dim)
+    return 128 if widest <= 128 else 64 if widest <= 256 else 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """The rows of a query tile: row t * pitch + h is head h (of `heads` that share a KV head) of query token t.
+
+    Rows that no token or head has may hold anything: rows do not mix, and those are not stored.
+    """
+
+    tokens: int
+    heads: int
+    pitch: int
+    parts: int
+    """Tiles that a token's `heads * parts` query heads are spread over."""
+
+    @classmethod
+    def of(cls, group: int, narrowest: int, equal_queries: int | None, one_token: bool) -> Tiling:
+        """narrowest: the least elements of a row that is copied; a copy's rows begin at a multiple of 128 bytes."""
+        heads = max(n for n in range(1, min(group, ROWS) + 1) if group % n == 0)
+        if heads < group or one_token:
+            return cls(1, heads, heads, group // heads)
+        whole = max(1, 64 // narrowest)
+        pitch = -(-heads // whole) * whole
+        return cls(max(1, min(ROWS // pitch, equal_queries or MAX_TILE_TOKENS, MAX_TILE_TOKENS)), heads, pitch, 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitPolicy:
-    """How a sequence's keys are cut: into `num_splits` pieces, every `split_size` keys, or (neither) automatically."""
+    """How a sequence's keys are cut: into `num_splits` pieces, every `split_size` keys, or (neither) where shares end."""
 
     num_splits: int | None
     split_size: int | None
-    max_keys: int
-    kv_heads: int
-    sms: int
 
-    def capacity(self, tokens: int) -> int:
-        """The most pieces that a sequence of a call with up to `tokens` tokens has (static)."""
-        if self.num_splits is not None:
-            return self.num_splits
+    @property
+    def automatic(self) -> bool:
+        return self.num_splits is None and self.split_size is None
+
+    def most(self, max_keys: int) -> int:
+        """The most pieces that a sequence of up to max_keys keys has."""
         if self.split_size is not None:
-            return max(1, -(-self.max_keys // self.split_size))
-        return self.count(1)
+            return max(1, -(-max_keys // self.split_size))
+        return self.num_splits or 1
 
-    def stats_pitch(self, tokens: int) -> int:
-        """Floats from one row's piece statistics to the next one's: whole vectors of a warpgroup."""
-        return -(-self.capacity(tokens) // 128) * 128
-
-    def count(self, tokens: Any) -> Any:
-        """Pieces of every sequence, some perhaps empty; `tokens` is the true number, a Python or a device integer.
-
-        Automatically: as many as fill the card once, so that one token and many keep all SMs busy alike.
-        """
-        if self.num_splits is not None or self.split_size is not None:
-            return self.capacity(1)
-        if isinstance(tokens, int):
-            return max(1, self.sms // max(1, tokens * self.kv_heads))
-        return jnp.maximum(lax.div(jnp.int32(self.sms), jnp.maximum(tokens * self.kv_heads, 1)), 1)
-
-    def bounds(self, piece: Any, count: Any, k_len: Any) -> tuple[Any, Any]:
-        """The keys [low, high) of a piece of a sequence of k_len keys."""
+    def size(self, k_len: Any) -> Any:
+        """Keys of each piece of a sequence but the last."""
         if self.split_size is not None:
-            size = jnp.int32(self.split_size)
-        else:
-            size = lax.div(k_len + (count - 1), jnp.int32(count))
-            if self.num_splits is None:  # whole tiles, so that no key is read twice
-                size = lax.div(size + (KEY_TILE - 1), jnp.int32(KEY_TILE)) * KEY_TILE
-        low = jnp.minimum(piece * size, k_len)
-        return low, jnp.minimum(low + size, k_len)
+            return jnp.full_like(k_len, self.split_size)
+        return jnp.maximum(_ceil(k_len, self.num_splits), 1)
 
 
-def token_sequence(q_start: Any, token: Any, sequences: Any, capacity: int) -> tuple[Any, Any, Any]:
-    """(b, i, q_len) of a query token, from q_start int32 [sequences + 1] in device memory.
+class Item(NamedTuple):
+    """A query tile and the keys [low, high) that a block computes of it at once.
 
-    sequences: the true number, of which `capacity` is a static bound. One token a sequence, the common case, is seen
-    at once; otherwise a binary search.
+    token: the tile's first query token, of the packed ones; tokens: how many it has (at least 1); i: the first one's
+    place in its sequence; g: the first of its query heads in the group. whole: these are all keys that the tile sees;
+    else piece `piece` (from 0) of `pieces`.
     """
-    direct = jnp.minimum(token, sequences - 1)
-    single = (q_start[direct] == token) & (q_start[direct + 1] == token + 1)
 
-    def search() -> Any:
+    b: Any
+    head: Any
+    g: Any
+    token: Any
+    tokens: Any
+    i: Any
+    q_len: Any
+    k_len: Any
+    low: Any
+    high: Any
+    whole: Any
+    piece: Any
+    pieces: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What of the work is static. Leading sizes are capacities where `counted`."""
+
+    tokens: int
+    batch: int
+    kv_heads: int
+    tiling: Tiling
+    key_tile: int
+    window: Window
+    policy: SplitPolicy
+    equal_queries: int | None
+    equal_keys: int | None
+    counted: bool
+    blocks: int
+
+    @property
+    def planned(self) -> bool:
+        """Whether the places on the line depend on lengths that only the device knows."""
+        return self.equal_queries is None or self.equal_keys is None
+
+    @property
+    def places(self) -> int:
+        """Entries of the table of places."""
+        return -(-self.batch // CHUNK) * CHUNK + CHUNK
+
+    def scratch(self) -> dict[str, Any]:
+        if not self.planned:
+            return {}
+        lengths = plgpu.SMEM((self.places,), jnp.int32)
+        found = dict(places=lengths, weights=plgpu.SMEM((CHUNK,), jnp.int32))
+        if self.equal_keys is None:
+            found["k_lens"] = plgpu.SMEM((CHUNK,), jnp.int32)
+        if self.equal_queries is None:
+            found["q_starts"] = plgpu.SMEM((2 * CHUNK,), jnp.int32)
+        return found
+
+    # ------------------------------------------------- one sequence, or a vector of them
+
+    def seen(self, q_len: Any, k_len: Any) -> tuple[Any, Any]:
+        """The keys [low, high) outside which no query of a sequence sees anything: `masks.visible` for all its rows."""
+        shift = 0 if self.window.top_left else k_len - q_len
+        low, high = jnp.zeros_like(k_len), k_len
+        if self.window.left is not None:
+            low = jnp.minimum(jnp.maximum(shift - self.window.left, 0), k_len)
+        if self.window.right is not None:
+            high = jnp.minimum(jnp.maximum(q_len + shift + self.window.right, 0), k_len)
+        return low, high
+
+    def row_tiles(self, q_len: Any) -> Any:
+        """Query tiles of a sequence for each KV head."""
+        return _ceil(q_len, self.tiling.tokens) * self.tiling.parts
+
+    def pieces(self, k_len: Any, low: Any, high: Any) -> tuple[Any, Any, Any]:
+        """(first piece, pieces, units of each) of a row that sees [low, high); one empty piece where it sees nothing."""
+        if self.policy.automatic:
+            first = _floor(low, self.key_tile)
+            return first, jnp.maximum(_ceil(high, self.key_tile) - first, 1), jnp.ones_like(k_len)
+        size = self.policy.size(k_len)
+        first = lax.div(low, size)
+        pieces = lax.div(high + (size - 1), size) - first
+        return first, jnp.maximum(jnp.where(high > low, pieces, 1), 1), _ceil(size, self.key_tile)
+
+    def weight(self, q_len: Any, k_len: Any) -> Any:
+        """Units of a whole sequence."""
+        _, pieces, units = self.pieces(k_len, *self.seen(q_len, k_len))
+        return self.row_tiles(q_len) * self.kv_heads * pieces * units
+
+
+class Line:
+    """The line of a call, at tracing time: what both warpgroups of a block read."""
+
+    def __init__(self, work: Work, given: dict[str, Any], smem: dict[str, Any]) -> None:
+        self.work, self.given, self.smem = work, given, smem
+        self.tokens = given["count"][0] if work.counted else jnp.int32(work.tokens)
+        if work.equal_queries is not None:
+            self.sequences = lax.div(self.tokens, jnp.int32(work.equal_queries))
+        else:
+            self.sequences = given["sequences"][0] if work.counted else jnp.int32(work.batch)
+
+    # ------------------------------------------------------------------ the places, by one warpgroup
+
+    def plan(self) -> None:
+        """Fill the table of places: of sequence b, the units before it."""
+        if not self.work.planned:
+            return
+        rows = plgpu.Layout.WGMMA.reduce(1)
+        self.smem["places"][0] = jnp.int32(0)
+
+        def chunk(c: Any, _: None) -> None:
+            index = c * CHUNK + plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=rows)
+            count = self.sequences - c * CHUNK
+            q_len = jnp.full_like(index, self.work.equal_queries or 0)
+            k_len = jnp.full_like(index, self.work.equal_keys or 0)
+            if self.work.equal_keys is None:
+                _stage(self.given["k_len"], c * CHUNK, jnp.minimum(count, CHUNK), self.smem["k_lens"], 0)
+            if self.work.equal_queries is None:
+                starts = self.smem["q_starts"]
+                _stage(self.given["q_start"], c * CHUNK, jnp.minimum(count, CHUNK), starts, 0)
+                starts[jnp.minimum(count, CHUNK)] = self.given["q_start"][c * CHUNK + jnp.minimum(count, CHUNK)]
+            plgpu.commit_smem()
+            if self.work.equal_keys is None:
+                k_len = plgpu.load(self.smem["k_lens"], layout=rows, optimized=False)
+            if self.work.equal_queries is None:
+                here, there = (
+                    plgpu.load(starts.at[pl.ds(c * 0 + n, CHUNK)], layout=rows, optimized=False) for n in (0, 1)
+                )
+                q_len = there - here
+            weight = jnp.where(index < self.sequences, self.work.weight(q_len, k_len), 0)
+            self.smem["weights"][...] = weight
+            plgpu.commit_smem()
+            across = plgpu.load(self.smem["weights"], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+            shape = (CHUNK, CHUNK)
+            row, column = (plgpu.broadcasted_iota(jnp.int32, shape, n, layout=plgpu.Layout.WGMMA) for n in (0, 1))
+            before = jnp.where(column <= row, lax.broadcast_in_dim(across, shape, [1]), 0).sum(axis=1)
+            base = self.smem["places"][c * CHUNK]
+            self.smem["places"][pl.ds(c * CHUNK + 1, CHUNK)] = base + before
+            plgpu.commit_smem()
+
+        lax.fori_loop(0, _ceil(self.sequences, CHUNK), chunk, None)
+
+    # --------------------------------------------------------------------------------- shares and items
+
+    def share(self) -> tuple[Any, Any, Any]:
+        """(begin, end, length of every share): this block's interval."""
+        total = self._total()
+        size = jnp.maximum(_ceil(total, self.work.blocks), 1)
+        begin = lax.axis_index("block") * size
+        return self._first_piece(begin), jnp.minimum(begin + size, total), size
+
+    def _total(self) -> Any:
+        if not self.work.planned:
+            return self.sequences * self._equal_weight()
+        last = self.smem["places"][self.sequences]
+        if self.work.equal_queries is not None:
+            return last
+        # Tokens behind the last sequence belong to one without keys.
+        return last + self.work.weight(self.tokens - self.given["q_start"][self.sequences], jnp.int32(0))
+
+    def _equal_weight(self) -> Any:
+        q_len, k_len = jnp.int32(self.work.equal_queries or 0), jnp.int32(self.work.equal_keys or 0)
+        return self.work.weight(q_len, k_len)
+
+    def _sequence(self, place: Any) -> tuple[Any, Any]:
+        """(b, its place) of the sequence that holds a place of the line."""
+        if not self.work.planned:
+            weight = jnp.maximum(self._equal_weight(), 1)
+            b = lax.div(place, weight)
+            return b, b * weight
+
         def halve(_: Any, bounds: Any) -> Any:
             low, high = bounds
             middle = lax.div(low + high + 1, jnp.int32(2))
-            below = q_start[middle] <= token
+            below = self.smem["places"][middle] <= place
             return jnp.where(below, middle, low), jnp.where(below, high, middle - 1)
 
-        return lax.fori_loop(0, capacity.bit_length(), halve, (jnp.int32(0), sequences - 1))[0]
+        last = self.sequences if self.work.equal_queries is None else self.sequences - 1
+        b = lax.fori_loop(0, self.work.batch.bit_length(), halve, (jnp.int32(0), last))[0]
+        return b, self.smem["places"][b]
 
-    b = lax.cond(single, lambda: direct, search)
-    return b, token - q_start[b], q_start[b + 1] - q_start[b]
+    def _lengths(self, b: Any) -> tuple[Any, Any, Any]:
+        """(first query token, q_len, k_len) of a sequence; b may be one beyond the last."""
+        real = b < self.sequences
+        known = jnp.minimum(b, self.sequences - 1)
+        if self.work.equal_queries is not None:
+            start, q_len = b * self.work.equal_queries, jnp.int32(self.work.equal_queries)
+        else:
+            start = self.given["q_start"][b]
+            q_len = jnp.where(real, self.given["q_start"][known + 1], self.tokens) - start
+        k_len = jnp.int32(self.work.equal_keys) if self.work.equal_keys is not None else self.given["k_len"][known]
+        return start, q_len, jnp.where(real, k_len, 0)
+
+    def _row(self, place: Any) -> tuple[Any, ...]:
+        """(b, lengths, row of the sequence, its place, first piece, pieces, units) of the row that holds a place."""
+        b, base = self._sequence(place)
+        lengths = self._lengths(b)
+        first, pieces, units = self.work.pieces(lengths[2], *self.work.seen(*lengths[1:]))
+        row = lax.div(place - base, pieces * units)
+        return b, lengths, row, base + row * pieces * units, first, pieces, units
+
+    def _first_piece(self, place: Any) -> Any:
+        """The first place at or after `place` where a piece begins."""
+        if self.work.policy.automatic:
+            return place
+        _, _, _, base, _, _, units = self._row(place)
+        return base + lax.div(place - base + (units - 1), units) * units
+
+    def item(self, place: Any, end: Any, size: Any) -> tuple[Item, Any]:
+        """What a block does next at a place of its share, and the place after it."""
+        b, (start, q_len, k_len), row, base, first, pieces, units = self._row(place)
+        tiles = self.work.row_tiles(q_len)
+        head, tile = lax.div(row, tiles), lax.rem(row, tiles)
+        i = lax.div(tile, jnp.int32(self.work.tiling.parts)) * self.work.tiling.tokens
+        g = lax.rem(tile, jnp.int32(self.work.tiling.parts)) * self.work.tiling.heads
+        low, high = self.work.seen(q_len, k_len)
+        at = lax.div(place - base, units)
+        if self.work.policy.automatic:
+            after = jnp.minimum(end, base + pieces)
+            whole = (place == base) & (after == base + pieces)
+            low = jnp.maximum(low, (first + at) * self.work.key_tile)
+            high = jnp.minimum(high, (first + (after - base)) * self.work.key_tile)
+            begun = lax.div(base, size)  # the block that has the row's first piece
+            piece, pieces = lax.axis_index("block") - begun, lax.div(base + pieces - 1, size) - begun + 1
+        else:
+            after, whole, piece = place + units, pieces == 1, at
+            keys = self.work.policy.size(k_len)
+            low, high = jnp.maximum(low, (first + at) * keys), jnp.minimum(high, (first + at + 1) * keys)
+        tokens = jnp.minimum(q_len - i, self.work.tiling.tokens)
+        return Item(b, head, g, start + i, tokens, i, q_len, k_len, low, high, whole, piece, pieces), after
 
 
-def visible_keys(window: Window, i: Any, q_len: Any, k_len: Any) -> tuple[Any, Any]:
-    """The keys [low, high) that query i sees: `masks.visible` for one query is a range."""
-    here = i if window.top_left else i + (k_len - q_len)
-    low, high = jnp.int32(0), k_len
-    if window.left is not None:
-        low = jnp.maximum(low, here - window.left)
-    if window.right is not None:
-        high = jnp.minimum(high, here + window.right + 1)
-    return low, jnp.where(i < q_len, high, low)
+def _stage(source: Any, start: Any, count: Any, target: Any, at: int) -> None:
+    """Copy source[start : start + count] (device memory, count up to CHUNK) to target (shared memory).
+
+    No byte beyond the end is read: whole vectors where they fit, then halves, then single numbers.
+    """
+    capacity = source.shape[0]
+    done = jnp.int32(0)
+    wide = plgpu.Layout.WG_STRIDED((CHUNK,), 1)
+    for width in (CHUNK, 64, 32, 16, 8):
+        if width > capacity:
+            continue
+        layout = wide if width == CHUNK else plgpu.Layout.WGMMA.reduce(0)
+
+        @pl.when(count - done >= width)
+        def _(width: int = width, layout: Any = layout, done: Any = done) -> None:
+            part = plgpu.load(source.at[pl.ds(start + done, width)], layout=layout, optimized=False)
+            target[pl.ds(at + done, width)] = part
+
+        done = done + jnp.where(count - done >= width, width, 0)
+
+    def one(n: Any, _: None) -> None:
+        target[at + n] = source[start + n]
+
+    lax.fori_loop(done, count, one, None)
 
 
-def tile_range(low: Any, high: Any) -> tuple[Any, Any]:
-    """(first tile, number of tiles) that hold the keys [low, high); tiles lie at multiples of KEY_TILE."""
-    first = lax.div(low, jnp.int32(KEY_TILE))
-    last = lax.div(high + (KEY_TILE - 1), jnp.int32(KEY_TILE))
-    return first, jnp.where(high > low, last - first, 0)
+def tile_range(low: Any, high: Any, tile: int) -> tuple[Any, Any]:
+    """(first tile, number of tiles) that hold the keys [low, high); tiles lie at multiples of `tile`."""
+    first = _floor(low, tile)
+    return first, jnp.where(high > low, _ceil(high, tile) - first, 0)
+
+
+def _floor(x: Any, n: int) -> Any:
+    return lax.div(x, jnp.full_like(x, n))
+
+
+def _ceil(x: Any, n: Any) -> Any:
+    return lax.div(x + (n - 1), jnp.full_like(x, n))

@@ -20,7 +20,9 @@ import pallas_kernels as pk
 from pallas_kernels import masks
 from pallas_kernels.kernels import _compat
 from pallas_kernels.problem import build
-from pallas_kernels.program import HEAD_DIMS, MAX_GROUP, PAGE_SIZES, Target, program, run, unsupported
+from pallas_kernels.program import HEAD_DIMS, MAX_GROUP, Target, program, run, unsupported
+
+PAGE_SIZES = (1, 16, 24, 64, 128, 256)
 
 HOPPER = Target((9, 0), 132)
 INTERPRETER = Target((9, 0), _compat.INTERPRETER_SMS, interpret=True, detect_races=True)
@@ -38,39 +40,58 @@ def poisoned(x, rows):
     return x
 
 
-def call(q_lens, k_lens, *, group, kv_heads, dim, dtype, page_size=None, slot=None, window=None, seed=0, **options):
-    """(problem, operands, expected out, expected lse): packed queries over slots or pages, garbage poisoned."""
+def call(q_lens, k_lens, *, group, kv_heads, dim, dtype, value_dim=None, page_size=None, slot=None, starts=None,
+         window=None, sinks=False, seed=0, **options):  # fmt: skip
+    """(problem, operands, expected out, expected lse): packed queries, garbage poisoned. Keys lie in slots of `slot`
+    rows, in pages, or (`starts`) anywhere on the key axis or in their row of pages."""
     rng = np.random.default_rng(seed)
     n, heads, tokens = len(k_lens), group * kv_heads, sum(q_lens)
     q = cases.round_f32(rng.standard_normal((tokens, heads, dim)), dtype)
     if page_size is None:
         rows = n * slot
-        positions = oracle.key_positions("padded", k_lens, total=rows)
+        layout = "gappy" if starts else "padded"
+        positions = oracle.key_positions(layout, k_lens, total=rows, starts=starts)
     else:
-        per_row = max(1, -(-max(k_lens) // page_size)) + 1
+        begins = starts or [0] * n
+        per_row = max(1, -(-max(x + k for x, k in zip(begins, k_lens)) // page_size)) + 1
         table = rng.permutation(n * per_row + 1)[: n * per_row].reshape(n, per_row)
         rows = (n * per_row + 1) * page_size
-        positions = oracle.key_positions("paged", k_lens, block_tables=table, page_size=page_size)
-        table = cases.poison_table(table, cases.used_pages(k_lens, [0] * n, page_size, table.shape)).astype(np.int32)
-    k, v = (cases.round_f32(rng.standard_normal((rows, kv_heads, dim)), dtype) for _ in range(2))
+        layout = "paged gappy" if starts else "paged"
+        positions = oracle.key_positions(layout, k_lens, starts=starts, block_tables=table, page_size=page_size)
+        table = cases.poison_table(table, cases.used_pages(k_lens, begins, page_size, table.shape)).astype(np.int32)
+    k, v = (cases.round_f32(rng.standard_normal((rows, kv_heads, d)), dtype) for d in (dim, value_dim or dim))
     outside = np.setdiff1d(np.arange(rows), np.concatenate([*positions, []]).astype(int))
     k, v = poisoned(k, outside), poisoned(v, outside)
     left, right = window or (None, None)
     visible = [oracle.visible_table("window", *lens, left=left, right=right) for lens in zip(q_lens, k_lens)]
-    want = oracle.block_diagonal(q, k, v, q_lens, positions, visible, softcap=options.get("softcap"))
-    if page_size is None:
+    logits = rng.standard_normal(heads).astype(np.float32) if sinks else None
+    want = oracle.block_diagonal(
+        q, k, v, q_lens, positions, visible, softcap=options.get("softcap"), sinks=logits, scale=options.get("scale")
+    )
+    causal = window == (None, 0)
+    if page_size is None and starts:
+        cls = masks.BlockDiagonalCausalWithOffsetGappyKeysMask if causal else masks.BlockDiagonalGappyKeysMask
+        mask = cls.from_seqlens(q_lens, [*starts, rows], k_lens)
+    elif page_size is None:
         if window is None:
             mask = masks.BlockDiagonalPaddedKeysMask.from_seqlens(q_lens, slot, k_lens)
-        elif window == (None, 0):
+        elif causal:
             mask = masks.BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens(q_lens, slot, k_lens)
         else:
             mask = masks.BlockDiagonalLocalAttentionPaddedKeysMask.from_seqlens_local(q_lens, slot, k_lens, *window)
+    elif starts:
+        cls = masks.PagedBlockDiagonalGappyKeysMask
+        if causal:
+            cls = masks.PagedBlockDiagonalCausalWithOffsetGappyKeysMask
+        mask = cls.from_seqlens(q_lens, starts, k_lens, table, page_size)
     else:
         cls = masks.PagedBlockDiagonalPaddedKeysMask
-        if window == (None, 0):
+        if causal:
             cls = masks.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
         mask = cls.from_seqlens(q_lens, k_lens, table, page_size)
     arrays = [jnp.asarray(x[None], dtype) for x in (q, k, v)]
+    if sinks:
+        options["sinks"] = jnp.asarray(logits)
     problem, operands, layout = build(*arrays, mask, **options)
     return problem, operands, layout, want
 
@@ -103,6 +124,34 @@ VALUES = {
     "group-40": dict(q_lens=[1, 2], k_lens=[129, 64], group=40, kv_heads=1, dim=64, slot=136, num_splits=2,
                      window=(None, 0)),
     "all-empty": dict(q_lens=[1, 1], k_lens=[0, 0], group=4, kv_heads=1, dim=64, slot=64, num_splits=2),
+    "page-16": dict(q_lens=[1, 1], k_lens=[17, 200], group=4, kv_heads=2, dim=64, page_size=16),
+    "page-24": dict(q_lens=[1, 2], k_lens=[24, 150], group=3, kv_heads=1, dim=64, page_size=24, window=(None, 0)),
+    "page-256": dict(q_lens=[1, 1], k_lens=[256, 300], group=8, kv_heads=1, dim=32, page_size=256, split_size=100),
+    "page-1": dict(q_lens=[1, 1], k_lens=[3, 140], group=4, kv_heads=1, dim=64, page_size=1),
+    "page-1-narrow": dict(q_lens=[1, 2], k_lens=[0, 131], group=2, kv_heads=1, dim=32, page_size=1, window=(None, 0)),
+    "gappy": dict(q_lens=[1, 2], k_lens=[200, 45], group=4, kv_heads=2, dim=64, slot=150, starts=[3, 250]),
+    "gappy-causal": dict(q_lens=[2, 3], k_lens=[129, 7], group=2, kv_heads=1, dim=128, slot=130, starts=[101, 60],
+                         window=(None, 0), num_splits=2),
+    "paged-gappy": dict(q_lens=[1, 2], k_lens=[100, 70], group=4, kv_heads=1, dim=64, page_size=64, starts=[50, 3],
+                        window=(None, 0)),
+    "odd-slot": dict(q_lens=[1, 1], k_lens=[131, 77], group=4, kv_heads=1, dim=64, slot=131),
+    "small-slot": dict(q_lens=[1, 1], k_lens=[5, 0], group=4, kv_heads=1, dim=64, slot=5),
+    "dim-16": dict(q_lens=[1, 3], k_lens=[130, 64], group=3, kv_heads=2, dim=16, slot=136, window=(None, 0)),
+    "dim-96": dict(q_lens=[1, 1], k_lens=[130, 64], group=4, kv_heads=1, dim=96, slot=136, sinks=True),
+    "dim-192": dict(q_lens=[1, 2], k_lens=[130, 64], group=4, kv_heads=1, dim=192, value_dim=128, slot=136),
+    "dim-256": dict(q_lens=[1, 1], k_lens=[130, 64], group=4, kv_heads=1, dim=256, slot=136, split_size=64),
+    "dim-512": dict(q_lens=[1, 2], k_lens=[70, 30], group=8, kv_heads=1, dim=512, slot=72, window=(None, 0), sinks=True),
+    "latent": dict(q_lens=[1, 1], k_lens=[70, 33], group=16, kv_heads=1, dim=576, value_dim=512, page_size=16),
+    "narrow-values": dict(q_lens=[1, 2], k_lens=[70, 33], group=2, kv_heads=2, dim=128, value_dim=32, slot=72),
+    "group-1": dict(q_lens=[4, 1], k_lens=[70, 33], group=1, kv_heads=3, dim=64, slot=72, window=(None, 0)),
+    "group-96": dict(q_lens=[1, 2], k_lens=[70, 133], group=96, kv_heads=1, dim=64, slot=136, num_splits=2, sinks=True),
+    "group-128": dict(q_lens=[2], k_lens=[200], group=128, kv_heads=1, dim=64, slot=200, window=(None, 0)),
+    "16-tokens": dict(q_lens=[16, 7], k_lens=[140, 133], group=4, kv_heads=1, dim=64, slot=144, window=(None, 0)),
+    "many-tiles": dict(q_lens=[16, 3], k_lens=[140, 133], group=24, kv_heads=1, dim=32, slot=144, window=(None, 0),
+                       split_size=64, sinks=True),
+    "far-left": dict(q_lens=[2, 2], k_lens=[300, 30], group=4, kv_heads=1, dim=32, slot=300, window=(20, 0), split_size=64),
+    "float32-out": dict(q_lens=[1, 1], k_lens=[300, 30], group=4, kv_heads=1, dim=32, slot=300, output_dtype="float32"),
+    "negative-scale": dict(q_lens=[1, 1], k_lens=[100, 30], group=4, kv_heads=1, dim=32, slot=104, scale=-0.5),
 }  # fmt: skip
 
 

@@ -1,0 +1,196 @@
+"""The warpgroup of decode that copies: queries, and key and value tiles several ahead, into shared memory.
+
+Keys and values lie in slots, in pages, or anywhere on one axis (`Storage`). Where a tile's rows begin at multiples of
+8 they are copied into the layout that `wgmma` reads. Elsewhere (odd slots, keys that start anywhere, pages of other
+sizes) they arrive row by row or as they lie, and the computing warpgroup restages them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .work import CHUNK, Item, Line, _stage, tile_range
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """Where keys lie. Keys and values are [batch, slot, kv_heads, D], [1, key rows, kv_heads, D] (`anywhere`) or
+    [pages, page_size, kv_heads, D]; `anywhere`: a sequence begins at k_start[b] of the axis, or of its row of pages.
+    """
+
+    key_tile: int
+    axes: tuple[int, int]
+    """The two leading axes."""
+    pages_per_row: int | None
+    anywhere: bool
+
+    @property
+    def paged(self) -> bool:
+        return self.pages_per_row is not None
+
+    @property
+    def rows(self) -> int:
+        """Key rows of one copy."""
+        if not self.paged:
+            return self.key_tile
+        return 1 if self.anywhere else math.gcd(self.axes[1], self.key_tile)
+
+    @property
+    def restaged(self) -> bool:
+        """Whether the rows of a tile do not lie in eights."""
+        if self.paged:
+            return self.rows % 8 != 0
+        return self.anywhere or (self.axes[1] > 8 and self.axes[1] % 8 != 0)
+
+    @property
+    def copies(self) -> int:
+        """Copies of a tile of keys, or of values."""
+        if self.restaged:
+            return self.key_tile if self.paged else 2
+        return self.key_tile // self.rows
+
+
+class Copying:
+    """At tracing time. `ring`: the refs of key and value tiles [stages, key_tile, D]."""
+
+    def __init__(self, cfg: Any, line: Line, given: dict[str, Any], smem: dict[str, Any]) -> None:
+        self.cfg, self.line, self.given, self.smem = cfg, line, given, smem
+        self.storage: Storage = cfg.storage
+        kind = "_raw" if self.storage.restaged else ""
+        self.ring = {name: smem[f"{name}{kind}"] for name in ("k", "v")}
+
+    def run(self) -> None:
+        begin, end, size = self.line.share()
+
+        def one(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+            place, items, done = carry
+            item, after = self.line.item(place, end, size)
+            self._copy_query(item, items)
+            return after, items + 1, self._copy_keys(item, done)
+
+        zero = jnp.int32(0)
+        _, items, done = lax.while_loop(lambda carry: carry[0] < end, one, (begin, zero, zero))
+        # The last slots are freed for nobody's next copy: their barriers are waited for here.
+        stages, slots = self.cfg.stages, self.cfg.q_slots
+        lax.fori_loop(jnp.maximum(done - stages, 0), done, lambda n, _: self._wait_freed(n), None)
+        lax.fori_loop(jnp.maximum(items - slots, 0), items, lambda n, _: self._wait_query(n), None)
+
+    # --------------------------------------------------------------------------------------------- queries
+
+    def _wait_query(self, n: Any, when: Any = True) -> None:
+        """Until the n-th item's query has been read."""
+        slots = jnp.int32(self.cfg.q_slots)
+        pl.when(when)(lambda: plgpu.barrier_wait(self.smem["q_freed"].at[lax.rem(n + slots, slots)]))
+
+    def _copy_query(self, item: Item, n: Any) -> None:
+        """Each token's heads. A tile with fewer tokens takes its last one again: nothing beyond it is read."""
+        slots = self.cfg.q_slots
+        self._wait_query(n - slots, when=n >= slots)
+        slot, tiling = lax.rem(n, jnp.int32(slots)), self.cfg.work.tiling
+        filled = self.smem["q_filled"].at[slot]
+        if self.cfg.q_direct:  # the copy engine fills the rows that a short group has not with zeros
+            source = self.given["q"].at[item.token, item.head, pl.ds(_eights(item.g), 64)]
+            plgpu.copy_gmem_to_smem(source, self.smem["q"].at[slot], filled)
+            return
+        for t in range(tiling.tokens):
+            token = item.token + jnp.minimum(t, item.tokens - 1)
+            source = self.given["q"].at[token, item.head, pl.ds(item.g, tiling.heads)]
+            plgpu.copy_gmem_to_smem(source, self.smem["q_raw"].at[pl.ds(t * tiling.pitch, tiling.heads)], filled)
+
+    # -------------------------------------------------------------------------------------- keys and values
+
+    def _wait_freed(self, n: Any, when: Any = True) -> None:
+        """Until the n-th tile of this block has been consumed."""
+
+        @pl.when(when)
+        def _() -> None:
+            slot = lax.rem(n + self.cfg.stages, jnp.int32(self.cfg.stages))
+            plgpu.barrier_wait(self.smem["k_freed"].at[slot])
+            plgpu.barrier_wait(self.smem["v_freed"].at[slot])
+
+    def _copy_keys(self, item: Item, done: Any) -> Any:
+        """Copy an item's tiles; tiles done after it."""
+        first, tiles = tile_range(item.low, item.high, self.cfg.work.key_tile)
+
+        def tile(n: Any, _: None) -> None:
+            # Page numbers are read before the wait, which hides their latency.
+            position = self._position(item.b, (first + n) * self.cfg.work.key_tile)
+            pages = self._pages(item.b, position) if self.storage.paged and not self.storage.restaged else []
+            self._wait_freed(done + n - self.cfg.stages, when=done + n >= self.cfg.stages)
+            slot = lax.rem(done + n, jnp.int32(self.cfg.stages))
+            if not self.storage.paged:
+                self._copy_rows(item, position, slot)
+            elif self.storage.restaged:
+                self._copy_single_rows(item, position, slot)
+            else:
+                self._copy_pages(item, position, pages, slot)
+
+        lax.fori_loop(0, tiles, tile, None)
+        return done + tiles
+
+    def _position(self, b: Any, key: Any) -> Any:
+        return self.given["k_start"][b] + key if self.storage.anywhere else key
+
+    def _copy(self, slot: Any, lead: Any, start: Any, rows: int, head: Any, at: Any) -> None:
+        for name in ("k", "v"):
+            source = self.given[name].at[lead, pl.ds(start, rows), head]
+            target = self.ring[name].at[slot, pl.ds(at, rows), pl.ds(0, self.cfg.dims[name])]
+            plgpu.copy_gmem_to_smem(source, target, self.smem[f"{name}_filled"].at[slot])
+
+    def _copy_rows(self, item: Item, position: Any, slot: Any) -> None:
+        tile = self.cfg.work.key_tile
+        lead = jnp.int32(0) if self.storage.anywhere else item.b
+        if not self.storage.restaged:
+            self._copy(slot, lead, position, tile, item.head, 0)
+            return
+        # In two parts, of which one does not begin at a multiple of 8: so the tile is laid out row by row.
+        self._copy(slot, lead, position, tile - 4, item.head, 0)
+        self._copy(slot, lead, position + (tile - 4), 4, item.head, tile - 4)
+
+    def _pages(self, b: Any, position: Any) -> list[Any]:
+        """The page of each copy of a tile. Past the last needed page the table may hold anything: that is masked."""
+        pages, page_size = self.storage.axes
+        found = []
+        for at in range(0, self.cfg.work.key_tile, max(self.storage.rows, 1)):
+            index = jnp.minimum(lax.div(position + at, jnp.int32(page_size)), self.storage.pages_per_row - 1)
+            if at and page_size % self.cfg.work.key_tile == 0:
+                found.append(found[0])
+            else:
+                found.append(jnp.clip(self.given["block_table"][b, index], 0, pages - 1))
+        return found
+
+    def _copy_pages(self, item: Item, position: Any, pages: list[Any], slot: Any) -> None:
+        rows, page_size = self.storage.rows, self.storage.axes[1]
+        for n, page in enumerate(pages):
+            eighths = lax.div(position, jnp.int32(rows)) + n
+            start = lax.rem(eighths, jnp.int32(page_size // rows)) * rows
+            self._copy(slot, page, start, rows, item.head, n * rows)
+
+    def _copy_single_rows(self, item: Item, position: Any, slot: Any) -> None:
+        """One copy a row, the page numbers through shared memory."""
+        pages, page_size = self.storage.axes
+        per_row, window = self.storage.pages_per_row, self.smem["pages"]
+        assert per_row is not None
+        first = jnp.minimum(lax.div(position, jnp.int32(page_size)), per_row - 1)
+        _stage(self.given["block_table"].at[item.b], first, jnp.minimum(CHUNK, per_row - first), window, 0)
+        plgpu.commit_smem()
+
+        def row(n: Any, _: None) -> None:
+            x = position + n
+            index = jnp.minimum(lax.div(x, jnp.int32(page_size)), per_row - 1) - first
+            page = jnp.clip(window[index], 0, pages - 1)
+            self._copy(slot, page, lax.rem(x, jnp.int32(page_size)), 1, item.head, n)
+
+        lax.fori_loop(0, self.cfg.work.key_tile, row, None, unroll=4)
+
+
+def _eights(x: Any) -> Any:
+    """x, a multiple of 8, so that its divisibility can be seen."""
+    return lax.div(x, jnp.int32(8)) * 8

@@ -1,0 +1,74 @@
+"""The workspace between decode and merge: partial results of rows that several blocks, or pieces, share.
+
+accumulators float32 [places, rows, width], of which the first Dv columns are used; stats float32 [2, rows, places]: the
+maximum of scores in units of log 2, and the sum; records int32: what the merge of a row has to know.
+
+A row's parts have places one behind the other. Under a fixed policy part n of a token and KV head is at
+(token * kv_heads + head) * most + n, and rows are the query heads of the group. Under the automatic one every block
+has two places, one for the row that it begins and leaves unfinished, one for a row that began before it; rows are
+those of the tile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .work import CHUNK, Item, Work
+
+FIELDS = 8
+"""Integers of a record: parts, first token, tokens, KV head, first query head of the group."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Partials:
+    work: Work
+    group: int
+    value_dim: int
+    most: int
+    """Pieces of a sequence at most; of no meaning under the automatic policy."""
+
+    @property
+    def automatic(self) -> bool:
+        return self.work.policy.automatic
+
+    @property
+    def width(self) -> int:
+        """Columns of an accumulator: a multiple of a warpgroup's threads."""
+        return -(-self.value_dim // CHUNK) * CHUNK
+
+    @property
+    def rows(self) -> int:
+        return self.work.tiling.tokens * self.work.tiling.heads if self.automatic else self.group
+
+    @property
+    def places(self) -> int:
+        return 2 * self.work.blocks if self.automatic else self.work.tokens * self.work.kv_heads * self.most
+
+    @property
+    def records(self) -> int:
+        return self.work.blocks if self.automatic else self.work.tokens * self.work.kv_heads * self.work.tiling.parts
+
+    @property
+    def types(self) -> dict[str, jax.ShapeDtypeStruct]:
+        return {
+            "accumulators": jax.ShapeDtypeStruct((self.places, self.rows, self.width), jnp.float32),
+            # The merge loads whole vectors of places, from any on.
+            "stats": jax.ShapeDtypeStruct((2, self.rows, self.places + CHUNK), jnp.float32),
+            "records": jax.ShapeDtypeStruct((self.records, FIELDS), jnp.int32),
+        }
+
+    def place(self, item: Item, t: int, block: Any) -> tuple[Any, Any]:
+        """(place, first row) of token t of an item."""
+        if self.automatic:
+            return jnp.where(item.piece == 0, block, self.work.blocks + block), t * self.work.tiling.heads
+        return ((item.token + t) * self.work.kv_heads + item.head) * self.most + item.piece, item.g
+
+    def parts(self, place: Any, n: Any) -> Any:
+        """The place of a row's n-th part, the first one's being `place`; elementwise on n."""
+        if self.automatic:
+            return jnp.where(n == 0, place, self.work.blocks + place + n)
+        return place + n

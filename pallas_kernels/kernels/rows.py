@@ -1,0 +1,288 @@
+"""The warpgroups of decode that compute: scores, online softmax and weighted values of a query tile, and its end.
+
+One warpgroup has all columns of the values up to 256; of wider ones, two have half each, and both form the scores.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from . import _compat
+from .lse import MASKED, UNSEEN
+from .work import ROWS, Item, Line, tile_range
+
+PER_ROW = plgpu.Layout.WGMMA.reduce(1)
+
+
+class Computing:
+    """At tracing time; `warpgroup` of `cfg.computing`."""
+
+    def __init__(self, cfg: Any, line: Line, given: dict[str, Any], written: dict[str, Any], smem: Any, warpgroup: int):
+        self.cfg, self.line, self.given, self.written, self.smem = cfg, line, given, written, smem
+        self.warpgroup = warpgroup
+        each = cfg.value_dim // cfg.computing
+        self.columns = [(warpgroup * each + at, min(cfg.columns, each - at)) for at in range(0, each, cfg.columns)]
+
+    def run(self) -> None:
+        begin, end, size = self.line.share()
+        if self.cfg.split and self.cfg.work.policy.automatic and self.warpgroup == 0:
+            self.written["records"][lax.axis_index("block"), 0] = jnp.int32(0)
+
+        def one(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+            place, items, done = carry
+            item, after = self.line.item(place, end, size)
+            self._take_query(items)
+            done = self._compute(item, items, done)
+            return after, items + 1, done
+
+        zero = jnp.int32(0)
+        lax.while_loop(lambda carry: carry[0] < end, one, (begin, zero, zero))
+        plgpu.wait_smem_to_gmem(0)
+
+    # --------------------------------------------------------------------------------------------- queries
+
+    def _slot(self, n: Any) -> Any:
+        return lax.rem(n, jnp.int32(self.cfg.q_slots))
+
+    def _take_query(self, n: Any) -> None:
+        plgpu.barrier_wait(self.smem["q_filled"].at[self._slot(n)])
+        if self.cfg.q_direct:
+            return
+        raw = self.smem["q_raw"].at[:, pl.ds(0, self.cfg.head_dim)]
+        self.smem["q"][0] = plgpu.load(raw, layout=plgpu.Layout.WGMMA, optimized=False)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.smem["q_freed"].at[0])
+
+    # ----------------------------------------------------------------------------------------------- tiles
+
+    def _compute(self, item: Item, n: Any, done: Any) -> Any:
+        first, tiles = tile_range(item.low, item.high, self.cfg.work.key_tile)
+        q = self.smem["q"].at[self._slot(n) if self.cfg.q_direct else 0]
+        bounds = self._bounds(item)
+        zeros = lambda *shape: jnp.zeros(shape, jnp.float32)  # noqa: E731
+        carry = (
+            tuple(plgpu.layout_cast(zeros(ROWS, width), plgpu.Layout.WGMMA) for _, width in self.columns),
+            plgpu.layout_cast(jnp.full((ROWS,), UNSEEN, jnp.float32), PER_ROW),
+            plgpu.layout_cast(zeros(ROWS), PER_ROW),
+        )
+
+        def tile(x: Any, carry: Any) -> Any:
+            return self._tile(q, done + x, (first + x) * self.cfg.work.key_tile, item, bounds, carry)
+
+        acc, m, l = lax.fori_loop(0, tiles, tile, carry)
+        if self.cfg.q_direct:
+            plgpu.barrier_arrive(self.smem["q_freed"].at[self._slot(n)])
+        if not self.cfg.split:
+            self._store_final(item, acc, m, l)
+        else:
+            pl.when(item.whole)(lambda: self._store_final(item, acc, m, l))
+            pl.when(jnp.logical_not(item.whole))(lambda: self._store_partial(item, acc, m, l))
+            self._record(item)
+        return done + tiles
+
+    def _bounds(self, item: Item) -> tuple[Any, Any]:
+        """The keys [low, high) that each row sees of the item's: `masks.visible`. Scalars where they are all alike."""
+        window, tiling = self.cfg.work.window, self.cfg.work.tiling
+        if window.left is None and window.right is None:
+            return item.low, item.high
+        here = item.i if window.top_left else item.i + (item.k_len - item.q_len)
+        if tiling.tokens > 1:
+            row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=PER_ROW)
+            here = here + lax.div(row, jnp.full_like(row, tiling.pitch))
+        low = item.low if window.left is None else jnp.maximum(item.low, here - window.left)
+        high = item.high if window.right is None else jnp.minimum(item.high, here + window.right + 1)
+        return low, high
+
+    def _tile(self, q: Any, n: Any, base: Any, item: Item, bounds: Any, carry: Any) -> Any:
+        acc, m, l = carry
+        smem, keys = self.smem, self.cfg.work.key_tile
+        slot = lax.rem(n, jnp.int32(self.cfg.stages))
+        plgpu.barrier_wait(smem["k_filled"].at[slot])
+        k = self._restage("k", slot, base, item) if self.cfg.storage.restaged else smem["k"].at[slot]
+
+        def multiply(ref: Any) -> jax.Array:
+            plgpu.wgmma(ref, q, k.transpose((1, 0)))
+            return ref[...]
+
+        s = pl.run_scoped(multiply, plgpu.ACC((ROWS, keys), jnp.float32))
+        if not self.cfg.storage.restaged:
+            plgpu.barrier_arrive(smem["k_freed"].at[slot])
+        key = base + plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
+        low, high = (x if x.ndim == 0 else lax.broadcast_in_dim(x, s.shape, [0]) for x in bounds)
+        s = jnp.where((key >= low) & (key < high), self._score(s), MASKED)
+        new = jnp.maximum(m, s.max(axis=1))
+        rescale = jnp.exp2(m - new)
+        p = jnp.exp2(s - lax.broadcast_in_dim(new, s.shape, [0]))
+        l = l * rescale + p.sum(axis=1)
+        acc = tuple(x * lax.broadcast_in_dim(rescale, x.shape, [0]) for x in acc)
+
+        plgpu.barrier_wait(smem["v_filled"].at[slot])
+        if self.cfg.storage.restaged:
+            v = self._restage("v", slot, base, item)
+        else:
+            v = smem["v"].at[slot]
+            pl.when((base < item.low) | (base + keys > item.high))(lambda: self._clear_values(v, base, item))
+        p = p.astype(self.cfg.dtype)
+        acc = tuple(
+            _compat.weighted_values(p, v.at[:, pl.ds(at, width)], x, smem.get(f"p{self.warpgroup}"))
+            for x, (at, width) in zip(acc, self.columns)
+        )
+        if not self.cfg.storage.restaged:
+            plgpu.barrier_arrive(smem["v_freed"].at[slot])
+        return acc, new, l
+
+    def _score(self, raw: jax.Array) -> jax.Array:
+        """q.k -> score in units of log 2."""
+        cap = self.cfg.softcap
+        if cap is None:
+            return raw * (self.cfg.scale * math.log2(math.e))
+        # tanh by exp2: the hardware's own tanh is good to 11 bits only, which a cap of 50 turns into 0.02.
+        grown = jnp.exp2(raw * (2 * self.cfg.scale / cap * math.log2(math.e)))
+        return (cap * math.log2(math.e)) * (1 - 2 / (grown + 1))
+
+    def _clear_values(self, tile: Any, base: Any, item: Item) -> None:
+        """Rows outside the item's keys may be NaN, and 0 * NaN is NaN: they become zero."""
+        few = self.cfg.work.key_tile < ROWS  # registers hold 64 rows: then they are columns
+        width = ROWS if few else self.columns[0][1]
+        end = self.columns[-1][0] + self.columns[-1][1]
+        for at in range(self.columns[0][0], end, width):
+            part, axis, layout = tile.at[:, pl.ds(at, min(width, end - at))], 0, plgpu.Layout.WGMMA
+            if few:
+                part, axis, layout = part.transpose((1, 0)), 1, plgpu.Layout.WGMMA_TRANSPOSED
+            part[...] = self._inside(part, axis, layout, base, item)
+        plgpu.commit_smem()
+
+    def _inside(self, tile: Any, axis: int, layout: Any, base: Any, item: Item) -> jax.Array:
+        """A tile in registers, zero outside the item's keys, which lie along an axis."""
+        rows = plgpu.load(tile, layout=layout, optimized=False)
+        key = base + plgpu.broadcasted_iota(jnp.int32, rows.shape, axis, layout=layout)
+        return jnp.where((key >= item.low) & (key < item.high), rows, jnp.zeros_like(rows))
+
+    def _restage(self, name: str, slot: Any, base: Any, item: Item) -> Any:
+        """A tile that was copied as it lies, in the layout that `wgmma` reads, zero outside the item's keys."""
+        raw = self.smem[f"{name}_raw"].at[slot, :, pl.ds(0, self.cfg.dims[name])]
+        self.smem[name][...] = self._inside(raw, 0, plgpu.Layout.WGMMA, base, item)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.smem[f"{name}_freed"].at[slot])
+        return self.smem[name]
+
+    # ------------------------------------------------------------------------------------------- the end
+
+    def _store_rows(self, staging: Any, acc: Any, item: Item, target: Any) -> None:
+        """Each token's heads to `target(t, columns)` in device memory, through shared memory."""
+        tiling = self.cfg.work.tiling
+        for x, (at, width) in zip(acc, self.columns):
+            plgpu.wait_smem_to_gmem(0)
+            staging[:, pl.ds(0, width)] = x.astype(staging.dtype)
+            plgpu.commit_smem()
+            for t in range(tiling.tokens):
+                part = staging.at[pl.ds(t * tiling.pitch, tiling.heads), pl.ds(0, width)]
+                copy = lambda part=part, t=t, at=at, w=width: plgpu.copy_smem_to_gmem(part, target(t, pl.ds(at, w)))
+                copy() if t == 0 else pl.when(t < item.tokens)(copy)
+
+    def _each_row(self, item: Item, store: Any) -> None:
+        """store(t, head of the tile, row of the tile) for every row that a token and a head have."""
+        tiling = self.cfg.work.tiling
+
+        def token(t: Any, _: None) -> None:
+            lax.fori_loop(0, tiling.heads, lambda h, _: store(t, h, t * tiling.pitch + h), None, unroll=tiling.heads <= 8)
+
+        token(0, None) if tiling.tokens == 1 else lax.fori_loop(0, item.tokens, token, None)
+
+    def _store_partial(self, item: Item, acc: Any, m: jax.Array, l: jax.Array) -> None:
+        partials, tiling = self.cfg.partials, self.cfg.work.tiling
+        block = lax.axis_index("block")
+
+        def target(t: int, columns: Any) -> Any:
+            place, row = partials.place(item, t, block)
+            return self.written["accumulators"].at[place, pl.ds(row, tiling.heads), columns]
+
+        self._store_rows(self.smem[f"partial{self.warpgroup}"], acc, item, target)
+        if self.warpgroup:
+            return
+        self.smem["stats"][0], self.smem["stats"][1] = m, l
+        plgpu.commit_smem()
+        stats = self.written["stats"]
+
+        def store(t: Any, h: Any, r: Any) -> None:
+            place, row = partials.place(item, t, block)
+            stats[0, row + h, place], stats[1, row + h, place] = self.smem["stats"][0, r], self.smem["stats"][1, r]
+
+        self._each_row(item, store)
+
+    def _record(self, item: Item) -> None:
+        """What the merge has to know, from whoever has a row's first piece."""
+        if self.warpgroup:
+            return
+        records, work = self.written["records"], self.cfg.work
+        if work.policy.automatic:
+
+            @pl.when((item.piece == 0) & jnp.logical_not(item.whole))
+            def _() -> None:
+                block = lax.axis_index("block")
+                for n, x in enumerate((item.pieces, item.token, item.tokens, item.head, item.g)):
+                    records[block, n] = x
+
+            return
+
+        @pl.when(item.piece == 0)
+        def _() -> None:
+            def token(t: Any, _: None) -> None:
+                row = (item.token + t) * work.kv_heads + item.head
+                records[row * work.tiling.parts + lax.div(item.g, jnp.int32(work.tiling.heads)), 0] = item.pieces
+
+            lax.fori_loop(0, item.tokens, token, None)
+
+    def _store_final(self, item: Item, acc: Any, m: jax.Array, l: jax.Array) -> None:
+        tiling, cfg = self.cfg.work.tiling, self.cfg
+        if cfg.sinks:
+            acc, m, l = self._with_sinks(item, acc, m, l)
+        safe = jnp.where(l > 0, l, 1)
+        acc = tuple(x / lax.broadcast_in_dim(safe, x.shape, [0]) for x in acc)
+
+        def target(t: int, columns: Any) -> Any:
+            return self.written["out"].at[item.token + t, item.head, pl.ds(item.g, tiling.heads), columns]
+
+        self._store_rows(self.smem[f"final{self.warpgroup}"], acc, item, target)
+        if self.warpgroup:
+            return
+        self.smem["lse_rows"][...] = cfg.lse.value(m, l)
+        plgpu.commit_smem()
+
+        def store(t: Any, h: Any, r: Any) -> None:
+            head = item.head * (tiling.heads * tiling.parts) + item.g + h
+            place = cfg.lse.place(item.token + t, head, self.line.tokens)
+            self.written["lse"][place] = self.smem["lse_rows"][r]
+
+        self._each_row(item, store)
+
+    def _with_sinks(self, item: Item, acc: Any, m: jax.Array, l: jax.Array) -> Any:
+        """A sink is one more key, of its own logit and value 0 (`softmax.finish`)."""
+        tiling = self.cfg.work.tiling
+        sinks = self.smem[f"sinks{self.warpgroup}"]
+
+        def head(h: Any, _: None) -> None:
+            logit = self.given["sinks"][item.head, item.g + h].astype(jnp.float32) * math.log2(math.e)
+            for t in range(tiling.tokens):
+                sinks[t * tiling.pitch + h] = logit
+
+        lax.fori_loop(0, tiling.heads, head, None)
+        plgpu.commit_smem()
+        sink = plgpu.load(sinks, layout=PER_ROW, optimized=False)
+        return with_sink(acc, m, l, sink)
+
+
+def with_sink(acc: Any, m: Any, l: Any, sink: Any) -> Any:
+    """(acc, m, l) of rows with their sinks, in units of log 2, joined; acc is a tuple of [rows, columns]."""
+    top = jnp.maximum(m, jnp.maximum(sink, UNSEEN))
+    rescale = jnp.exp2(m - top)
+    added = jnp.exp2(sink - top)
+    acc = tuple(x * (lax.broadcast_in_dim(rescale, x.shape, [0]) if rescale.ndim else rescale) for x in acc)
+    return acc, top, l * rescale + added
