@@ -94,8 +94,8 @@ def _real(
     **options: Any,
 ) -> Any:
     mask = _mask((q_start, k_start, k_len, block_table), options)
-    stores = _flat.restore_formats((query, key, value), coefficients or (), formats)
-    return _flat.attend(*stores, bias, sinks, kv_lengths, mask, **options)
+    query, key, value = _flat.restore_formats((query, key, value), coefficients or (), formats)
+    return _flat.attend(query, key, value, bias, sinks, kv_lengths, mask, **options)
 
 
 def _fake(

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import torch
 
-import pallas_kernels as pk
+from pallas_kernels.merge import merge_on
 
+from .. import _merge_launch
 from .._call import jax_dtype, run
 from ._registry import GRADS, ops, register
 
@@ -36,10 +37,7 @@ def _chunks(attn: Any, lse: Any, stacked_attn: bool, stacked_lse: bool) -> tuple
 def _real(
     attn: Any, lse: Any, *, stacked_attn: bool, stacked_lse: bool, write_lse: bool, output_dtype: torch.dtype | None
 ) -> Any:
-    def merged(attn: Any, lse: Any) -> Any:
-        return pk.merge_attentions(attn, lse, write_lse, jax_dtype(output_dtype))
-
-    return run(merged, *_chunks(attn, lse, stacked_attn, stacked_lse))
+    return _merge_launch.merge(*_chunks(attn, lse, stacked_attn, stacked_lse), write_lse, output_dtype)
 
 
 def _fake(
@@ -74,7 +72,7 @@ def _real_backward(
 ) -> Any:
     def gradients(d_out: Any, d_lse: Any, attn: Any, lse: Any) -> Any:
         def merged(attn: Any, lse: Any) -> Any:
-            results = pk.merge_attentions(attn, lse, write_lse, jax_dtype(output_dtype))
+            results = merge_on("plain", attn, lse, write_lse, jax_dtype(output_dtype))
             return [x for x, d in zip(results, (d_out, d_lse)) if d is not None]
 
         return jax.vjp(merged, attn, lse)[1]([d for d in (d_out, d_lse) if d is not None])

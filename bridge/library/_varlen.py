@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
 from pallas_kernels.errors import DTypeError, GradientError, ShapeError
 
-from .. import _flat, _gradients
+from .. import _flat, _gradients, _route
 from ._registry import (
     GRADS,
     QKV,
@@ -92,13 +93,16 @@ def _real(
     formats: str,
     **options: Any,
 ) -> Any:
-    stores = _flat.restore_formats((query, key, value), coefficients or (), formats)
-    return _flat.attend_varlen(*stores, cu_seq_q, cu_seq_k, max_q, max_k, seqused_k, block_table, sinks, **options)
+    query, key, value = _flat.restore_formats((query, key, value), coefficients or (), formats)
+    lengths = (cu_seq_q, cu_seq_k, max_q, max_k, seqused_k, block_table)
+    return _flat.attend_varlen(query, key, value, *lengths, sinks, **options)
 
 
-def _fake(query: Any, key: Any, value: Any, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any, *rest: Any, **o: Any) -> Any:
+def _fake(
+    query: Any, key: Any, value: Any, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any, *rest: Any, formats: str, **_: Any
+) -> Any:
     same_device(query, key, value, cu_q, cu_k, *rest[:3])
-    out = query.new_empty((*query.shape[:-1], _flat.last_axis(value, o["formats"], 2)))
+    out = query.new_empty((*query.shape[:-1], _flat.last_axis(value, formats, 2)))
     lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     return out, query.new_empty((query.shape[1], query.shape[0]), dtype=lse_dtype)
 
@@ -106,10 +110,15 @@ def _fake(query: Any, key: Any, value: Any, cu_q: Any, cu_k: Any, max_q: Any, ma
 def _real_out(out: torch.Tensor, *args: Any, formats: str, **options: Any) -> torch.Tensor:
     from ..varlen import _check_out  # the public function's own; it is what imports this
 
-    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *rest, coefficients = args
-    stores = _flat.restore_formats((query, key, value), coefficients or (), formats)
-    _check_out(out, *stores, cu_seq_q, cu_seq_k, *rest)
-    result, lse = _flat.attend_varlen(*stores, cu_seq_q, cu_seq_k, max_q, max_k, *rest, **options)
+    *first, cu_seq_q, cu_seq_k, max_q, max_k, used, table, sinks, coefficients = args
+    query, key, value = _flat.restore_formats(first, coefficients or (), formats)
+    _check_out(out, query, key, value, cu_seq_q, cu_seq_k, used, table, sinks)
+    call = (query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, used, table, sinks)
+    direct = out if out.is_contiguous() and out.data_ptr() % 16 == 0 else None  # a kernel writes it itself
+    answer = functools.partial(_route.answer, out=direct)
+    result, lse = _flat.attend_varlen(*call, answer=answer, **options)
+    if result is out:
+        return lse
     # On a GPU the number of rows in use is not read back: the rest is written too, as zeros.
     used = query.shape[0] if query.is_cuda else int(cu_seq_q[-1])
     out[:used].copy_(result[:used])

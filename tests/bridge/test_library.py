@@ -63,7 +63,8 @@ def attention_backward(device):
     bias = rand(2, 4, 3, 7, device=device)
     sinks = rand(4, device=device)
     out, lse = ops.attention(q, k, v, bias, sinks)
-    return (torch.randn_like(out), torch.randn_like(lse), out, lse, [True, False, True, True, True], q, k, v, bias, sinks)
+    grads = torch.randn_like(out), torch.randn_like(lse)
+    return (*grads, out, lse, [True, False, True, True, True], q, k, v, bias, sinks)
 
 
 def varlen_backward(device):
@@ -90,7 +91,9 @@ CALLS = {
         dict(softcap=2.0, num_splits=2),
     ),
     "attention, lengths": lambda d: (ops.attention, (*plain(d), None, None, ints([7, 2], d)), {}),
-    "attention, top-left window": lambda d: (ops.attention, plain(d), dict(window_left=1, window_right=0, top_left=True)),
+    "attention, top-left window": lambda d: (
+        ops.attention, plain(d), dict(window_left=1, window_right=0, top_left=True),
+    ),
     "attention, partial": lambda d: (ops.attention, tuple(x.to(HALF) for x in plain(d, False)), dict(partial=True)),
     "attention, padded": lambda d: (ops.attention, *packed_case(d)),
     "attention, gappy": lambda d: (ops.attention, *packed_case(d, gappy=True)),
@@ -105,7 +108,9 @@ CALLS = {
     "attention_backward": lambda d: (ops.attention_backward, attention_backward(d), {}),
     "varlen": lambda d: (ops.varlen, varlen_case(d), dict(window_size=[-1, 0])),
     "varlen, paged": lambda d: (ops.varlen, *paged_varlen(d)),
-    "varlen_out": lambda d: (ops.varlen_out, (rand(8, 4, 16, device=d), *varlen_case(d, False)), dict(window_size=[2, 0])),
+    "varlen_out": lambda d: (
+        ops.varlen_out, (rand(8, 4, 16, device=d), *varlen_case(d, False)), dict(window_size=[2, 0]),
+    ),
     "varlen_backward": lambda d: (ops.varlen_backward, varlen_backward(d), {}),
     "merge": lambda d: (ops.merge, partials(d), {}),
     "merge, stacked, without lse": lambda d: (
