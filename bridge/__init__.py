@@ -15,9 +15,9 @@ from .attention import (
     memory_efficient_attention_forward,
     memory_efficient_attention_forward_requires_grad,
     memory_efficient_attention_partial,
-    merge_attentions,
     served_by,
 )
+from .merge import merge_attentions
 from .varlen import varlen_attn, varlen_attn_out
 
 __all__ = [

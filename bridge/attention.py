@@ -1,19 +1,17 @@
-"""The `memory_efficient_attention` family and `merge_attentions` on torch tensors."""
+"""The `memory_efficient_attention` family on torch tensors."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-import pallas_kernels as pk
 from pallas_kernels.errors import UnsupportedError
 
 from . import _flat, _lean, _route, library
-from ._call import jax_dtype, run
 from .fmha import attn_bias as biases
 
 
@@ -97,23 +95,6 @@ def memory_efficient_attention_partial(
     """
     options = (p, scale, op, output_dtype, num_splits, split_size, softcap, quantize_pv, backend)
     return _attend(query, key, value, attn_bias, kv_lengths, sinks, options, partial=True)
-
-
-def merge_attentions(
-    attn_split: torch.Tensor | Sequence[torch.Tensor],
-    lse_split: torch.Tensor | Sequence[torch.Tensor],
-    write_lse: bool = True,
-    output_dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`pallas_kernels.merge_attentions` on torch tensors; differentiable in every chunk and LSE."""
-    chunks = [x for part in (attn_split, lse_split) for x in (part if isinstance(part, (list, tuple)) else (part,))]
-    if library.needed(chunks):
-        return library.merge(attn_split, lse_split, write_lse, output_dtype)
-
-    def merge(attn: Any, lse: Any) -> Any:
-        return pk.merge_attentions(attn, lse, write_lse, jax_dtype(output_dtype))
-
-    return run(merge, attn_split, lse_split)
 
 
 def served_by(*arguments: Any, **keywords: Any) -> _route.Served:
