@@ -22,14 +22,11 @@ from typing import Any, NamedTuple
 import jax
 import torch
 
-from pallas_kernels import program as programs
 from pallas_kernels.errors import ArgumentError, DeviceError
 from pallas_kernels.problem import Layout, Problem
-from pallas_kernels.program import Launch, Program, Target, program, unsupported
+from pallas_kernels.program import Launch, Program, Target, program, resolve, unsupported
 
 from . import _mosaic, cache
-
-resolve: Callable[[Problem, Target], Problem] = getattr(programs, "resolve", lambda problem, target: problem)
 
 MOST_TOKENS = 65536
 """Entries of a device's table of numbers."""
@@ -235,8 +232,9 @@ def _next_power_of_two(count: int) -> int:
 class CompiledKernel(NamedTuple):
     """A kernel that was compiled in this process.
 
-    name: its kind. tokens: the most query tokens that it serves. device: index. when: seconds since the epoch.
-    seconds: what it took, of which `lowering` before the assembly. from_disk: it was lowered by an earlier process.
+    name: its kind. tokens: the most query tokens that it serves (merging chunks: batch entries). device: index. when:
+    seconds since the epoch. seconds: what it took, of which `lowering` before the assembly. from_disk: it was lowered
+    by an earlier process.
     """
 
     name: str
@@ -267,11 +265,15 @@ def _enqueue(made: Program, launch: Launch, device: int) -> _mosaic.Enqueue:
         with _lock:  # two threads that need one kernel compile it once
             found = _kernels.get(key)
             if found is None:
-                found = _kernels[key] = _compile(launch, inputs, device)
+                found = _kernels[key] = _compile(
+                    launch, inputs, device, made.buffer("out").shape[0]
+                )
     return found
 
 
-def _compile(launch: Launch, inputs: tuple[tuple[tuple[int, ...], str], ...], device: int) -> _mosaic.Enqueue:
+def _compile(
+    launch: Launch, inputs: tuple[tuple[tuple[int, ...], str], ...], device: int, tokens: int
+) -> _mosaic.Enqueue:
     check_not_capturing("the kernel of this call is not compiled yet")
     structs = [jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype)) for shape, dtype in inputs]
     began = time.perf_counter()
@@ -283,7 +285,7 @@ def _compile(launch: Launch, inputs: tuple[tuple[tuple[int, ...], str], ...], de
         torch.cuda.current_stream()  # the context that the kernel is loaded into
         loaded = _mosaic.load(module, device)
     seconds = time.perf_counter() - began
-    name, tokens = type(launch.kernel).__name__, getattr(launch.kernel, "tokens", 0)
+    name = type(launch.kernel).__name__
     _compiled.append(CompiledKernel(name, tokens, device, time.time(), seconds, lowering, from_disk))
     return loaded
 

@@ -53,10 +53,9 @@ class Card:
         launch.at_capacity.cache_clear()
         return self
 
-    def compile(self, step: Any, inputs: Any, device: Any) -> Any:
+    def compile(self, step: Any, inputs: Any, device: Any, tokens: int) -> Any:
         launch.check_not_capturing("the kernel of this call is not compiled yet")
         self.compiled.append((step.kernel, inputs))
-        tokens = getattr(step.kernel, "tokens", 0)
         launch._compiled.append(
             launch.CompiledKernel(type(step.kernel).__name__, tokens, -1, time.time(), 0.0, 0.0, False)
         )
@@ -68,22 +67,27 @@ class Card:
             assert len(addresses) == len(names)
             self.launched.append((step.kernel, names, addresses))
             if self.execute:
-                self.run(step, inputs, addresses)
+                self.run(step, inputs, addresses, tokens)
 
         return enqueue
 
-    def run(self, step: Any, inputs: Any, addresses: tuple[int, ...]) -> None:
-        """Run a kernel in the interpreter. Inputs are read at their compiled sizes: leave room behind them."""
+    def run(self, step: Any, inputs: Any, addresses: tuple[int, ...], tokens: int) -> None:
+        """Run a kernel in the interpreter. Inputs are read at their compiled sizes: leave room behind them. Results of
+        torch's own, which are exactly as large as the call's, are read and written as far as they go."""
         given = dict(zip((*step.reads, *step.writes), addresses))
         count = int(memory(given["count"], (1,), "int32")[0])
-        arrays = [jnp.asarray(memory(given[name], *kind)) for name, kind in zip(step.reads, inputs)]
+
+        def held(name: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+            if name not in ("out", "lse"):
+                return memory(given[name], shape, dtype)
+            true = memory(given[name], (math.prod(shape) // tokens * count,), dtype)
+            return np.concatenate([true, np.full(math.prod(shape) - true.size, np.nan, true.dtype)]).reshape(shape)
+
+        arrays = [jnp.asarray(held(name, *kind)) for name, kind in zip(step.reads, inputs)]
         results = step.kernel.build(interpret=True)(*arrays)
-        for name, kind, result in zip(step.writes, step.kernel.out_types, results, strict=True):
-            target = memory(given[name], kind.shape, str(kind.dtype)).reshape(-1)
-            used = target.size
-            if name in ("out", "lse"):  # torch's own, exactly as large as the call's
-                used = used // step.kernel.tokens * count
-            target[:used] = np.asarray(result).reshape(-1)[:used]
+        for name, result in zip(step.writes, results, strict=True):
+            used = result.size // tokens * count if name in ("out", "lse") else result.size
+            memory(given[name], (used,), str(result.dtype))[:] = np.asarray(result).reshape(-1)[:used]
 
 
 def memory(address: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:

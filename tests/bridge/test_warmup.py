@@ -15,7 +15,7 @@ import torch
 from fake_card import Card
 
 import bridge
-from bridge import _mosaic, _warmup, cache, launch
+from bridge import _mosaic, _warmup, cache, doctor, launch
 from bridge.fmha import attn_bias
 from pallas_kernels.errors import ArgumentError, DeviceError, StaticArgumentError, UnsupportedError
 
@@ -226,6 +226,18 @@ for step in made.launches:
 # ------------------------------------------------------------------------------------------ time on the host
 
 
+def test_the_doctor_says_what_there_is(folder, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["doctor"])
+    assert doctor.main() == 0
+    printed = capsys.readouterr().out
+    for text in (torch.__version__.split("+")[0], jax.__version__, str(folder), "kernels"):
+        assert text in printed
+    if not torch.cuda.is_available():
+        assert "no CUDA device" in printed
+        monkeypatch.setattr(sys, "argv", ["doctor", "--host-time"])
+        assert doctor.main() == 1
+
+
 def test_host_time_of_a_call_is_reported(card, monkeypatch):
     """Arguments to launch, with a C function that does nothing in the place of each launch. Reports, asserts nothing
     about time: run with -s. Allocations are those of CPU tensors."""
@@ -234,7 +246,7 @@ def test_host_time_of_a_call_is_reported(card, monkeypatch):
         ctypes.cast(library.getpid, pointer).value
     )
 
-    def compile(step, inputs, device):
+    def compile(step, inputs, device, tokens):
         owner, function, ordinal = pointer(1), pointer(2), ctypes.c_int(0)
         return lambda stream, buffers: nothing(owner, function, stream, buffers, ordinal)
 
