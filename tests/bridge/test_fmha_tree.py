@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+import acceptance
 import oracle
 from bridge import fmha
 from bridge.fmha import attn_bias as ab
@@ -153,7 +154,7 @@ def reference(q, spec, cache, lens, bias):
         keys, values = (np.concatenate([one[c][:n], one[s]]) for c, s in ((3, 1), (4, 2)))
         seen = np.concatenate([np.ones((q.shape[1], n), bool), (bias == 0).cpu().numpy()], 1)
         scale = q.shape[-1] ** -0.5
-        out[b] = oracle.attend(one[0], keys, values, scale=scale, visible=seen)[0].reshape(q.shape[1:])
+        out[b] = acceptance.attend(one[0], keys, values, scale=scale, visible=seen)[0].reshape(q.shape[1:])
     return out
 
 
@@ -197,6 +198,43 @@ def test_fp8_cache(lead):
             q, *spec, *stored, tree.attention_bias, prefix_mask(q, lens, 64), op, quantized_kv_scales=tuple(scales)
         )
         close(out.double().numpy(), reference(q, spec, decoded, lens, tree.attention_bias), 5e-3, 5e-3)
+
+
+def random_tree(nodes, seed):
+    """A tree of `nodes` nodes below the root, each the next child of a random one, as published trees are ragged."""
+    rng = np.random.default_rng(seed)
+    tree, children = [()], {(): 0}
+    for _ in range(nodes):
+        parent = tree[rng.integers(len(tree))]
+        node = (*parent, children[parent])
+        children[parent] += 1
+        children[node] = 0
+        tree.append(node)
+    return tree[1:]
+
+
+WHOLE = {f"random-{n}": random_tree(n, n) for n in (5, 15, 25, 26, 42, 47, 63, 64)}
+WHOLE |= {f"full-{depth}x{branching}": construct_full_tree_choices(depth, branching)
+          for depth, branching in ((1, 1), (1, 4), (2, 2), (3, 3), (4, 2), (6, 2), (10, 1))}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("paged", [False, True], ids=["", "paged"])
+@pytest.mark.parametrize("square", [True, False], ids=["square", "rectangle"])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize("name", WHOLE)
+def test_tree_attention_whole_range(name, batch, groups, square, paged):
+    """MSLK's ranges: 8 heads of 128, caches of 8192, pages of 256 in random order."""
+    tree = TreeAttnMetadata.from_tree_choices(WHOLE[name], torch.bfloat16, "cuda")
+    drop = 0 if square else len(WHOLE[name]) // 2 + 1
+    q, spec, cache, lens = problem(tree, batch, groups, 8192, drop, device="cuda", heads=8, dim=128)
+    bias, mask, given = tree.attention_bias[drop:], prefix_mask(q, lens, 8192), cache
+    if paged:
+        given, table = in_pages(cache, lens, 256)
+        mask = mask.make_paged(table, 256, ab.PagedBlockDiagonalPaddedKeysMask)
+    out = tree_attention(q, *spec, *given, bias, mask)
+    close(out.double().cpu().numpy(), reference(q, spec, cache, lens, bias), 1e-2, 3e-3)
 
 
 def test_refusals():
