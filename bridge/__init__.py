@@ -10,6 +10,7 @@ except ModuleNotFoundError:
 from pallas_kernels import AuxRequest
 
 from . import exchange, fmha, formats
+from ._warmup import CacheInfo, cache_info, warmup
 from .attention import (
     memory_efficient_attention,
     memory_efficient_attention_forward,
@@ -22,6 +23,8 @@ from .varlen import varlen_attn, varlen_attn_out
 
 __all__ = [
     "AuxRequest",
+    "CacheInfo",
+    "cache_info",
     "exchange",
     "fmha",
     "formats",
@@ -33,4 +36,5 @@ __all__ = [
     "served_by",
     "varlen_attn",
     "varlen_attn_out",
+    "warmup",
 ]
