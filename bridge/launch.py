@@ -17,6 +17,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -309,7 +310,11 @@ def _numbers(device: int) -> torch.Tensor:
             found = _tables.get(device)
             if found is None:
                 check_not_capturing("a table of numbers is not on the device yet")
-                made = torch.arange(MOST_TOKENS + 1, dtype=torch.int32).to(f"cuda:{device}")
+                table = torch.arange(MOST_TOKENS + 1, dtype=torch.int32)
+                # In a thread of its own: what this one allocates may go to a graph's pool (torch.compile's warm-up of
+                # a graph), which is taken back later, whoever holds a tensor there.
+                with ThreadPoolExecutor(1) as thread:
+                    made = thread.submit(table.to, f"cuda:{device}").result()
                 torch.cuda.synchronize(device)  # from now on every stream may read it
                 found = _tables[device] = made
     return found

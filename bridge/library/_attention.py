@@ -14,6 +14,7 @@ from ._registry import (
     QKV,
     SPLITS,
     autocast,
+    check_no_tangents,
     given,
     like,
     no_gradient,
@@ -40,6 +41,7 @@ def attention(
     if (p := options.pop("p")) != 0.0:
         raise UnsupportedError(f"p: dropout is not supported, got p = {p}; accepted is 0.0")
     (query, key, value), coefficients, formats = _flat.flatten_formats(query, key, value)
+    check_no_tangents((query, key, value, bias, sinks, *coefficients))
     if (what := _inference_only(formats, mask.page_size)) is not None:
         refuse_gradient((query, key, value, bias, sinks, *coefficients), what)
     return ops.attention(

@@ -12,7 +12,7 @@ from pallas_kernels.merge import merge_on
 
 from .. import _merge_launch
 from .._call import jax_dtype, run
-from ._registry import GRADS, ops, register
+from ._registry import GRADS, check_no_tangents, ops, register
 
 _OPTIONS = "bool stacked_attn=False, bool stacked_lse=False, bool write_lse=True, ScalarType? output_dtype=None"
 _ARGUMENTS = f"Tensor[] attn, Tensor[] lse, *, {_OPTIONS}"
@@ -24,6 +24,7 @@ def merge(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The op on `merge_attentions`' arguments: each a list, or one stacked tensor (a list of it alone, and a flag)."""
     chunks = [[x] if isinstance(x, torch.Tensor) else list(x) for x in (attn, lse)]
+    check_no_tangents([*chunks[0], *chunks[1]])
     stacked = [isinstance(x, torch.Tensor) for x in (attn, lse)]
     return ops.merge(
         *chunks, stacked_attn=stacked[0], stacked_lse=stacked[1], write_lse=write_lse, output_dtype=output_dtype

@@ -11,6 +11,8 @@ from torch.library import Library, register_autograd, register_fake
 
 from pallas_kernels.errors import DeviceError, GradientError
 
+from .. import _call
+
 NAMESPACE = "pallas_splitk"
 ops = getattr(torch.ops, NAMESPACE)
 _library = Library(NAMESPACE, "DEF")  # the registrations live as long as this
@@ -91,6 +93,12 @@ def given(ctx: Any, gradients: Sequence[Any]) -> tuple[Any, ...]:
 def like(inputs: Sequence[Any], wanted: Sequence[bool]) -> tuple[Any, ...]:
     """What a fake backward returns."""
     return tuple(x.new_empty(x.shape) if want and x is not None else None for x, want in zip(inputs, wanted))
+
+
+def check_no_tangents(tensors: Sequence[Any]) -> None:
+    """Without a rule for forward-mode differentiation the dispatcher would drop tangents; here a dual tensor raises."""
+    if not torch.compiler.is_compiling():
+        _call.check_no_tangents(tensors)
 
 
 def refuse_gradient(tensors: Iterable[Any], what: str) -> None:

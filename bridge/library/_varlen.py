@@ -15,6 +15,7 @@ from ._registry import (
     QKV,
     SPLITS,
     autocast,
+    check_no_tangents,
     given,
     like,
     no_gradient,
@@ -51,6 +52,7 @@ def varlen(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The op on tensors or formats, into `out` if that is given. options: the keywords of `_flat.attend_varlen`."""
     (query, key, value), coefficients, formats = _flat.flatten_formats(query, key, value)
+    check_no_tangents((query, key, value, sinks, *coefficients))
     if (what := _inference_only(formats, seqused_k, block_table)) is not None:
         refuse_gradient((query, key, value, sinks, *coefficients), what)
     call = (query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, seqused_k, block_table, sinks, coefficients or None)

@@ -234,6 +234,21 @@ def test_what_has_no_gradient_raises():
         d.sum().backward()
 
 
+def test_transforms():
+    """vmap runs the op for each; forward mode raises, where the dispatcher alone would lose the tangents."""
+    x = rand(3, 2, 3, 4, 16)
+    mapped = torch.func.vmap(lambda y: bridge.memory_efficient_attention(y, y, y))(x)
+    torch.testing.assert_close(mapped, torch.stack([bridge.memory_efficient_attention(y, y, y) for y in x]))
+    cu, lse = ints([0, 2, 3]), rand(3, 2, 4, 3)
+    for function, y in (
+        (lambda y: bridge.memory_efficient_attention(y, y, y), x[0]),
+        (lambda y: bridge.varlen_attn(y, y, y, cu, cu, 2, 2), x[0, 0]),
+        (lambda y: bridge.merge_attentions(y, lse)[0], x),
+    ):
+        with pytest.raises(GradientError, match="forward-mode"):
+            torch.func.jvp(function, (y,), (torch.ones_like(y),))
+
+
 @pytest.mark.parametrize("name", ["fp8", "int8", "int4", "seed_int4", "seed_fp8"])
 def test_low_bit_keys_cross_the_dispatcher(name):
     """The op on a format's tensors gives what the function gives on the format, and its fake looks like it."""
