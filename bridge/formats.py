@@ -7,6 +7,7 @@ writes in place, as torch users expect.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from typing import Any, ClassVar
 
@@ -27,11 +28,10 @@ class TorchFormat:
     JAX: ClassVar[type[KVFormat]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        bound = inspect.signature(self.JAX).bind(*args, **kwargs)
+        bound = _signature(self.JAX).bind(*args, **kwargs)
         bound.apply_defaults()
         self.__dict__.update(bound.arguments)
-        # Shapes and dtypes are all that the constructor of the JAX class checks, and all that its properties need.
-        self._spec = self.JAX(**{name: _struct(x) for name, x in bound.arguments.items()})
+        self._spec = _spec(self.JAX, bound.arguments)
 
     @classmethod
     def wrap(cls, opened: KVFormat) -> TorchFormat:
@@ -82,6 +82,33 @@ class TorchFormat:
 
     def __repr__(self) -> str:
         return repr(self._spec)
+
+
+_signature = functools.cache(inspect.signature)
+
+
+def _spec(cls: type[KVFormat], fields: dict[str, Any]) -> KVFormat:
+    """The JAX format of these shapes and dtypes: all that its constructor checks, and all that its properties need.
+
+    It is made once for equal ones, since a format is made on every call of a serving loop.
+    """
+    key: Any = tuple((x.shape, x.dtype) if isinstance(x, torch.Tensor) else (type(x), x) for x in fields.values())
+    try:
+        hash(key)
+    except TypeError:  # a field of a wrong type: the constructor says which
+        key = None
+    found = None if key is None else _specs.get((cls, key))
+    if found is None:
+        found = cls(**{name: _struct(x) for name, x in fields.items()})
+        if key is not None:
+            _specs[cls, key] = found
+            if len(_specs) > MOST_SPECS:
+                _specs.pop(next(iter(_specs)))
+    return found
+
+
+_specs: dict[Any, KVFormat] = {}
+MOST_SPECS = 4096
 
 
 def _struct(x: Any) -> Any:
