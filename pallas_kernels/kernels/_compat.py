@@ -28,8 +28,12 @@ def kernel(
     interpret: bool,
     detect_races: bool = False,
     approx_math: bool = True,
+    barriers: bool = True,
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    """`body(*inputs, *outputs, *scratch)` on a grid of `blocks` blocks ("block") of `warpgroups` warpgroups ("wg")."""
+    """`body(*inputs, *outputs, *scratch)` on a grid of `blocks` blocks ("block") of `warpgroups` warpgroups ("wg").
+
+    barriers: around stores, which a body without shared memory can spare.
+    """
     call = plgpu.kernel(
         body,
         out_type=tuple(out_type),
@@ -38,7 +42,7 @@ def kernel(
         grid_names=("block",),
         num_threads=warpgroups,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=approx_math),
+        compiler_params=plgpu.CompilerParams(approx_math=approx_math, unsafe_no_auto_barriers=not barriers),
         interpret=plgpu.InterpretGPUParams(detect_races=detect_races) if interpret else None,
     )
     return lambda *inputs: tuple(call(*inputs))

@@ -22,10 +22,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from . import _compat
 
 REGISTERS = 32
-"""Registers of a thread for the rows that it loads at once; as many again hold the rows being added."""
+"""Registers of a thread for a group of chunks; two groups are on their way at once."""
 LOADS = 8
 """Loads of a thread that should be on their way at once."""
-UNROLLED = 16
+UNROLLED = 32
 """More chunks in stacked operands are added in a loop."""
 SMALL = 4096
 """Up to so many rows tiles are the smallest, so that all of the card works."""
@@ -53,6 +53,8 @@ class MergeChunks:
     counted: bool = False
     tile_rows: int | None = None
     """Rows of a tile, a power of two, or None to choose: a matter of speed alone."""
+    along_heads: bool | None = None
+    """Whether a tile is some heads of a query, or queries of a head, or None to choose: likewise."""
 
     @property
     def chunks(self) -> int:
@@ -83,6 +85,7 @@ class MergeChunks:
             interpret=interpret,
             detect_races=detect_races,
             approx_math=False,  # the approximate logarithm is float32
+            barriers=False,  # no thread reads what another one writes
         )
 
     # ------------------------------------------------------------------- what a thread, a tile and a line hold
@@ -110,7 +113,7 @@ class MergeChunks:
 
     @property
     def ahead(self) -> int:
-        """Chunks that are loaded at once."""
+        """Chunks of a group, which is loaded at once."""
         itemsize = max(jnp.dtype(d).itemsize for d in self.chunk_dtypes)
         return min(self.chunks, max(1, REGISTERS * 4 * 128 // (self.rows * self.dim * itemsize)))
 
@@ -118,6 +121,8 @@ class MergeChunks:
     def along_queries(self) -> bool:
         """Whether a line, which tiles cut, is the queries of a head (their LSEs are neighbours); else the heads of a
         query."""
+        if self.along_heads is not None:
+            return not self.along_heads
         return self.queries >= min(self.rows, self.heads)
 
     @property
@@ -195,10 +200,6 @@ def _replicated(times: int) -> tuple[Any, ...]:
     return (plgpu.Replicated(times),) if times > 1 else ()
 
 
-type Source = Callable[[Any], Any]
-"""Chunk number (an int; a traced one only where stacked) -> where it lies: a ref and the first indices in it."""
-
-
 class _Block:
     """What one block does, at tracing time."""
 
@@ -270,16 +271,16 @@ class _Tile:
         cfg = self.cfg
         logs = [self._log(n) for n in range(cfg.chunks)]
         groups = [range(n, min(n + cfg.ahead, cfg.chunks)) for n in range(0, cfg.chunks, cfg.ahead)]
-        loaded = self._load(groups[0])
+        loaded = [self._load(group) for group in groups[:2]]
         top = _finite(functools.reduce(jnp.maximum, logs))
         weights = [self._weight(log, top) for log in logs]
         total = functools.reduce(jnp.add, weights)
         self._store_lse(top, total)  # while the rows are on their way
         acc = self.zero
-        for group, following in zip(groups, [*groups[1:], range(0)]):
-            values, loaded = loaded, self._load(following)
-            for n, x in zip(group, values):
+        for g, group in enumerate(groups):
+            for n, x in zip(group, loaded[g]):
                 acc = self._add(acc, x, weights[n])
+            loaded += [self._load(following) for following in groups[g + 2 : g + 3]]
         self._store(acc, total)
 
     def _in_a_loop(self) -> None:
@@ -304,7 +305,7 @@ class _Tile:
                 acc, total = self._add(acc, x, weight), total + weight
             return acc, total
 
-        top = _finite(over_chunks(highest, UNROLLED, self._log(0)))
+        top = _finite(over_chunks(highest, LOADS, self._log(0)))
         nothing = plgpu.layout_cast(jnp.zeros(self.shape[:1], jnp.float32), self.per_row)
         acc, total = over_chunks(add, cfg.ahead, (self.zero, nothing))
         self._store(acc, total)
