@@ -13,6 +13,7 @@ from pallas_kernels.errors import UnsupportedError
 
 from . import _flat, _lean, _route, library
 from .fmha import attn_bias as biases
+from .fmha import entry_points
 
 
 def memory_efficient_attention(
@@ -153,7 +154,10 @@ def _attention(
     **options: Any,
 ) -> Any:
     if op is not None:
-        raise UnsupportedError(f"op: operator classes are not accepted by this version, got {op}; use backend=")
+        if answer is _route.serving:
+            raise UnsupportedError(f"op: an operator class says itself what serves, got {op}")
+        options |= {"backend": backend, "sinks": sinks, "kv_lengths": kv_lengths}
+        return entry_points.by_operator(query, key, value, attn_bias, op, output_dtype, **options)
     _route.check_tensors(query, key, value)
     key, value = _folded(query, key, value)
     rows = key.shape[0] * key.shape[1]

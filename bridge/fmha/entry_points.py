@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pallas_kernels.errors import ArgumentError, ShapeError, UnsupportedError
+from pallas_kernels.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 
 from . import pallas
 from .dispatch import backward_operator, forward_operator
@@ -213,6 +213,25 @@ def _by_operators(inp: Inputs, fw: FwOp, bw: BwOp) -> tuple[torch.Tensor, torch.
     return _ByOperators.apply(
         fw, bw, inp, inp.query, inp.key, inp.value, bias if isinstance(bias, torch.Tensor) else None
     )
+
+
+def by_operator(
+    query: Any, key: Any, value: Any, attn_bias: Any, op: Any, output_dtype: torch.dtype | None, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a function of `bridge` that is given `op`: a forward operator class or a pair of classes.
+
+    options: its other options; those that an operator class says itself, or has not, must be left alone.
+    """
+    p, scale, partial = (options.pop(name) for name in ("p", "scale", "partial"))
+    defaults = {"backend": "auto", "quantize_pv": False}
+    for name, x in options.items():
+        if x is not None and x != defaults.get(name):
+            raise ArgumentError(f"{name}: goes without op=, which says all about the operator; got {x!r} and {op}")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, torch.Tensor):
+            raise DTypeError(f"{name}: operator classes take tensors (fmha.Inputs, InputsFp8), got {type(x).__name__}")
+    fw, bw = op if isinstance(op, tuple) else (op, None)
+    return differentiable(Inputs(query, key, value, attn_bias, p, scale, output_dtype, is_partial=partial), fw, bw)
 
 
 class _ByOperators(torch.autograd.Function):

@@ -62,7 +62,7 @@ def _check(attn: list[torch.Tensor], lse: list[torch.Tensor]) -> None:
             raise ShapeError(f"lse_split[{n}]: expected shape {rows}, got {tuple(x.shape)}")
 
 
-@torch.library.custom_op("bridge_fmha::merge_attentions_varargs", mutates_args=())
+@torch.library.custom_op("pallas_splitk::fmha_merge_attentions_varargs", mutates_args=())
 def merge_attentions_varargs(
     attn_split: Sequence[torch.Tensor],
     lse_split: Sequence[torch.Tensor],
@@ -109,7 +109,7 @@ def _no_backward(ctx: Any, grad: Any) -> NoReturn:
 merge_attentions_varargs.register_autograd(_no_backward)
 
 
-@torch.library.custom_op("bridge_fmha::merge_attentions_varargs_backward", mutates_args=())
+@torch.library.custom_op("pallas_splitk::fmha_merge_attentions_varargs_backward", mutates_args=())
 def merge_attentions_varargs_backward(
     attn_split: list[torch.Tensor],
     lse_split: list[torch.Tensor],

@@ -425,3 +425,28 @@ def test_one_inputs_object_is_normalised_once():
     inp = fmha.Inputs(*qkv((2, 3, 16), (2, 5, 16)))
     assert fmha._memory_efficient_attention_forward(inp, tri.FwOp).shape == (2, 3, 16)
     assert fmha._memory_efficient_attention_forward(inp, tri.FwOp).shape == (2, 3, 1, 16)
+
+
+def test_operators_in_the_functions_of_bridge():
+    """`op=` is there what it is here, differentiable in both results."""
+    want, want_lse = fmha.memory_efficient_attention_forward_requires_grad(Q, K, V, op=tri.FwOp_S2)
+    for op in (tri.FwOp_S2, (tri.FwOp_S2, None)):
+        out, lse = bridge.memory_efficient_attention_forward_requires_grad(Q, K, V, op=op)
+        assert torch.equal(out, want) and torch.equal(lse, want_lse)
+        assert torch.equal(bridge.memory_efficient_attention(Q, K, V, op=op), want)
+        assert bridge.memory_efficient_attention_partial(Q, K, V, op=op)[0].dtype == torch.float32
+    q = Q.clone().requires_grad_()
+    lse = bridge.memory_efficient_attention_forward_requires_grad(q, K, V, op=tri.FwOp)[1]
+    plain = bridge.memory_efficient_attention_forward_requires_grad(q, K, V)[1]
+    assert torch.equal(torch.autograd.grad(lse.sum(), q)[0], torch.autograd.grad(plain.sum(), q)[0])
+    with pytest.raises(ValueError, match="expand"):
+        bridge.memory_efficient_attention(Q, K[:, :, :1].contiguous(), V[:, :, :1].contiguous(), op=tri.FwOp)
+    lengths = torch.tensor([3], dtype=torch.int32)
+    for option in ({"num_splits": 2}, {"softcap": 3.0}, {"backend": "chunked"}, {"kv_lengths": lengths}):
+        with pytest.raises(ValueError, match=next(iter(option))):
+            bridge.memory_efficient_attention(Q, K, V, op=tri.FwOp, **option)
+    stored = bridge.formats.SeedInt4(torch.zeros(1, 9, 4, 5, dtype=torch.int32))
+    with pytest.raises(ValueError, match="key"):
+        bridge.memory_efficient_attention(Q, stored, stored, op=tri.FwOp)
+    with pytest.raises(NotImplementedError, match="op"):
+        bridge.served_by(Q, K, V, op=tri.FwOp)
