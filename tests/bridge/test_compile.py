@@ -90,6 +90,17 @@ def test_one_compilation_for_all_lengths(kind, device):
     assert compiled.ops() == ["pallas_splitk.attention"]
 
 
+def test_one_compilation_for_all_batches():
+    """The number of sequences is a size like any other."""
+    compiled = Once(bridge.memory_efficient_attention)
+    for count in range(5, 11):  # no two sizes of the first call are equal: torch would take them to be one
+        q, k = rand(1, 2 * count, 4, 16), rand(1, SLOT * count, 2, 16)
+        bias = biases.BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens(
+            [2] * count, SLOT, list(range(6, 6 + count)), device="cpu"
+        )
+        torch.testing.assert_close(compiled(q, k, k, bias), bridge.memory_efficient_attention(q, k, k, bias))
+
+
 def test_lengths_updated_in_place():
     bias = masks("padded", "cpu")(13)
     bias.k_seqinfo.max_seqlen = SLOT
