@@ -89,7 +89,11 @@ class Inputs:
         return shape
 
     def check_ranks(self) -> None:
-        """Raises ShapeError (a ValueError) unless query, key and value all have 3, 4 or 5 axes."""
+        """Raises ShapeError (a ValueError) unless query, key and value all have 3, 4 or 5 axes, DTypeError unless they
+        are tensors."""
+        for name, x in (("query", self.query), ("key", self.key), ("value", self.value)):
+            if not isinstance(x, torch.Tensor):
+                raise DTypeError(f"{name}: expected a tensor, got {type(x).__name__}")
         if self.query.ndim not in (3, 4, 5) or not self.query.ndim == self.key.ndim == self.value.ndim:
             raise ShapeError(f"query, key, value: expected all BMGHK, BMHK or BMK, got {self._shapes()}")
 

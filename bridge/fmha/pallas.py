@@ -75,27 +75,27 @@ class BwOp(AttentionBwOpBase):
             dq, dk, dv = (torch.zeros_like(x) for x in (inp.query, inp.key, inp.value))
             db = torch.zeros_like(bias) if isinstance(bias, torch.Tensor) and bias.requires_grad else None
             return Gradients(dq, dk, dv, db)
-        leaves = [_leaf(x) for x in (inp.query, inp.key, inp.value)]
-        if isinstance(bias, torch.Tensor) and bias.requires_grad:
-            bias = _leaf(bias)
-            leaves.append(bias)
         wide = torch.float64 if inp.query.dtype == torch.float64 else torch.float32
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
+            leaves = [_leaf(x) for x in (inp.query, inp.key, inp.value)]
+            if isinstance(bias, torch.Tensor) and bias.requires_grad:
+                bias = _leaf(bias)
+                leaves.append(bias)
             q, k, v = leaves[:3]
             call = dataclasses.replace(inp, query=q, key=k, value=v, attn_bias=bias, output_dtype=wide)
             out, local = FwOp.apply(call, needs_gradient=True)
         assert local is not None
         lse, grad = local.lse, grad.to(wide)
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             weight = torch.where(lse == -torch.inf, 0, torch.exp(lse - ctx.lse[..., : lse.shape[-1]]))
             d_out = grad * weight.movedim(-1, 1).unsqueeze(-1).to(wide)
             inner = (grad * (out - ctx.out)).sum(-1).movedim(1, -1)
             d_lse = torch.where(weight == 0, 0, weight * inner)
-        return Gradients(*torch.autograd.grad((out, lse), leaves, (d_out, d_lse)))
+            return Gradients(*torch.autograd.grad((out, lse), leaves, (d_out, d_lse)))
 
 
 def _leaf(x: torch.Tensor) -> torch.Tensor:
-    """x as a leaf of its own, every element with a gradient of its own."""
-    x = x.detach()
+    """x as a leaf of its own (also in inference mode), every element with a gradient of its own."""
+    x = x.clone() if x.is_inference() else x.detach()
     expanded = any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride()))
     return (x.contiguous() if expanded else x).requires_grad_()

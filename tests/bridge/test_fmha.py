@@ -359,6 +359,12 @@ def test_dropout_has_no_other_form():
             call(Q, K, V, p=0.5)
 
 
+def test_only_tensors_are_taken():
+    for op in (None, tri.FwOp):
+        with pytest.raises(ValueError, match="key: expected a tensor"):
+            fmha.memory_efficient_attention_forward(Q, K.numpy(), V, op=op)
+
+
 def test_a_bias_of_another_rank_is_refused():
     q, k, v = qkv((1, 2, 2, 4, 32), (1, 9, 2, 4, 32))
     for op in (None, tri.FwOp):
@@ -450,3 +456,22 @@ def test_operators_in_the_functions_of_bridge():
         bridge.memory_efficient_attention(Q, stored, stored, op=tri.FwOp)
     with pytest.raises(NotImplementedError, match="op"):
         bridge.served_by(Q, K, V, op=tri.FwOp)
+
+
+@pytest.mark.parametrize("op", [None, tri.FwOp_S2], ids=["none", "s2"])
+def test_compiled_whole_and_once(op):
+    """One graph for all key lengths, with an operator as without."""
+    torch._dynamo.reset()
+    q, k, v = qkv((1, 2, 4, 32), (1, 32, 4, 32))
+
+    def attend(q, k, v, mask):
+        parts = [fmha.memory_efficient_attention_partial(q, k, v, mask, op=op) for _ in range(2)]
+        return fmha.merge_attentions([x for x, _ in parts], [x for _, x in parts], output_dtype=q.dtype)
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for lens in ([3, 16], [9, 1], [0, 7]):
+            mask = ab.BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens([1, 1], 16, lens, device="cpu")
+            for mine, want in zip(compiled(q, k, v, mask), attend(q, k, v, mask)):
+                assert mine.dtype == want.dtype and torch.equal(mine, want)
+    torch._dynamo.reset()

@@ -255,3 +255,13 @@ def test_training_merge():
     close(merged.detach().float().numpy(), whole.detach().float().numpy(), 1e-3, 0.1)
     for one, other in zip(torch.autograd.grad(merged, qkv, grad.float()), torch.autograd.grad(whole, qkv, grad)):
         close(one.float().numpy(), other.float().numpy(), 0.9, 0.1)
+
+
+def test_explicit_backward_in_inference_mode():
+    qkv, grad = inputs((2, 3), 5, 9)
+    plain = [x.detach() for x in qkv]
+    with torch.inference_mode():
+        given = [plain[0] * 1, *plain[1:]]
+        out, lse = fmha.memory_efficient_attention_forward_requires_grad(*given)
+        results = fmha.memory_efficient_attention_backward(grad, out, lse, *given)
+    check(results, qkv, grad)
