@@ -12,7 +12,7 @@
 | `attn_bias`                   | attention biases                                                                 |
 """
 
-from . import attn_bias, common, merge_training, pallas, tree_attention, triton_splitk
+from . import attn_bias, common, merge_training, pallas, torch_ops, tree_attention, triton_splitk
 from .attn_bias import VARLEN_BIASES, AttentionBias, BlockDiagonalMask, LowerTriangularMask
 from .entry_points import (
     _memory_efficient_attention,
@@ -65,6 +65,7 @@ __all__ = [
     "merge_attentions_autograd",
     "merge_training",
     "pallas",
+    "torch_ops",
     "tree_attention",
     "triton_splitk",
 ]

@@ -475,3 +475,14 @@ def test_compiled_whole_and_once(op):
             for mine, want in zip(compiled(q, k, v, mask), attend(q, k, v, mask)):
                 assert mine.dtype == want.dtype and torch.equal(mine, want)
     torch._dynamo.reset()
+
+
+def test_operators_of_torch_library():
+    ops = torch.ops.pallas_splitk
+    bias = draw((1, 4, 2, 9), torch.float32)
+    plain, biased = ops.fmha_memory_efficient_attention_forward, ops.fmha_memory_efficient_attention_forward_with_bias
+    assert torch.equal(plain(Q, K, V), fmha.memory_efficient_attention_forward(Q, K, V))
+    want = fmha.memory_efficient_attention_forward(Q, K, V, bias, scale=0.5)
+    assert torch.equal(plain(Q, K, V, bias, 0.0, 0.5), want) and torch.equal(biased(Q, K, V, bias, scale=0.5), want)
+    torch.library.opcheck(plain.default, (Q, K, V[..., :16]))
+    torch.library.opcheck(biased.default, (Q, K, V, bias))
