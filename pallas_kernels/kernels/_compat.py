@@ -57,6 +57,13 @@ def tiled(shape: tuple[int, ...], dtype: Any, most: int = 128) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzling))
 
 
+def by_rows(shape: tuple[int, ...], dtype: Any, whole: bool) -> Any:
+    """Shared memory laid out row by row. Of `whole` rows this must be said (as tiles of one row): else a layout is
+    chosen that copies of single rows, or of odd numbers of them, do not fit."""
+    tiling = plgpu.TilingTransform((1, shape[-1]))  # type: ignore[abstract]
+    return plgpu.SMEM(shape, dtype, transforms=(tiling,) if whole else ())
+
+
 def weighted_values(p: jax.Array, v: Any, acc: jax.Array, p_smem: Any) -> jax.Array:
     """acc + p v: p [64, keys] in registers, v [keys, D] and acc [64, D]. p_smem is the interpreter's detour or None."""
     if p_smem is None:

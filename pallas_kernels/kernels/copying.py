@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .work import CHUNK, Item, Line, _stage, tile_range
+from .work import CHUNK, Item, Line, stage, tile_range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Copying:
         per_row, window = self.storage.pages_per_row, self.smem["pages"]
         assert per_row is not None
         first = jnp.minimum(lax.div(position, jnp.int32(page_size)), per_row - 1)
-        _stage(self.given["block_table"].at[item.b], first, jnp.minimum(CHUNK, per_row - first), window, 0)
+        stage(self.given["block_table"].at[item.b], first, jnp.minimum(CHUNK, per_row - first), window, aligned=False)
         plgpu.commit_smem()
 
         def row(n: Any, _: None) -> None:

@@ -135,7 +135,7 @@ class Decode:
             if storage.restaged:
                 # A copy's target lies at a multiple of 128 bytes.
                 pitch = max(dim, 64) if storage.paged else dim
-                found[f"{name}_raw"] = plgpu.SMEM((self.stages, tile, pitch), self.dtype)
+                found[f"{name}_raw"] = _compat.by_rows((self.stages, tile, pitch), self.dtype, pitch == dim)
                 found[name] = _compat.tiled((tile, dim), self.dtype, most)
             else:
                 found[name] = _compat.tiled((self.stages, tile, dim), self.dtype, most)

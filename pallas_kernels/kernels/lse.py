@@ -11,10 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 UNSEEN = -1e30
-"""Maximum of no scores. Finite, so that no difference is NaN."""
-MASKED = 2 * UNSEEN
-"""Score of a key that a row does not see: far below the maximum of no scores, so that its probability is 0 even in a
-row that has seen nothing yet."""
+"""Maximum of no scores. Finite, so that no difference from the score of a masked key, -inf, is NaN."""
 
 
 @dataclasses.dataclass(frozen=True)

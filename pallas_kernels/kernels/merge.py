@@ -19,7 +19,7 @@ from .partials import Partials
 from .rows import with_sink
 from .work import CHUNK
 
-AT_ONCE = 8
+AT_ONCE = 16
 """Accumulators in flight."""
 MOST_BLOCKS_PER_RECORD = 8
 """Blocks that share the rows of one record, under the automatic policy."""
@@ -146,30 +146,42 @@ class Merge:
                 found.append(jnp.where(number < parts, x, empty))
             return found[0], found[1]
 
-        chunks = lax.div(parts + (CHUNK - 1), jnp.int32(CHUNK))
-        top = lax.fori_loop(0, chunks, lambda c, top: jnp.maximum(top, chunk(c)[0].max()), jnp.float32(UNSEEN))
+        def load(first: Any) -> tuple[Any, ...]:
+            """AT_ONCE accumulators; the last part's again beyond it: loads stay in bounds, and its weight there is 0."""
+            places = [partials.parts(place, jnp.minimum(first + k, parts - 1)) for k in range(AT_ONCE)]
+            return tuple(plgpu.load(accumulators.at[p, row], layout=wide, optimized=False) for p in places)
 
-        def join(c: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-            m, l = chunk(c)
+        def weigh(m: Any, l: Any) -> None:
             weight = jnp.where(l > 0, jnp.exp2(m - top), 0.0)
             smem["weights"][...], smem["totals"][...] = weight, l * weight
             plgpu.commit_smem()
 
-            def add(n: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-                acc, total = carry
-                several = [n * AT_ONCE + k for k in range(AT_ONCE)]
-                # The last part's again beyond it: loads stay in bounds, and its weight there is 0.
-                places = [partials.parts(place, jnp.minimum(c * CHUNK + s, parts - 1)) for s in several]
-                loaded = [plgpu.load(accumulators.at[p, row], layout=wide, optimized=False) for p in places]
-                for s, x in zip(several, loaded):
-                    acc, total = acc + x * smem["weights"][s], total + smem["totals"][s]
-                return acc, total
+        def add(at: Any, loaded: tuple[Any, ...], carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            acc, total = carry
+            for k, x in enumerate(loaded):
+                acc, total = acc + x * smem["weights"][at + k], total + smem["totals"][at + k]
+            return acc, total
 
-            here = jnp.minimum(parts - c * CHUNK, CHUNK)
-            return lax.fori_loop(0, lax.div(here + (AT_ONCE - 1), jnp.int32(AT_ONCE)), add, carry)
+        def rest(c: Any, skip: int, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            """The parts of chunk c behind its first `skip` groups."""
+            steps = lax.div(jnp.minimum(parts - c * CHUNK, CHUNK) + (AT_ONCE - 1), jnp.int32(AT_ONCE))
+            one = lambda n, carry: add(n * AT_ONCE, load(c * CHUNK + n * AT_ONCE), carry)  # noqa: E731
+            return lax.fori_loop(skip, steps, one, carry)
 
+        # Most rows have few parts: the first ones' accumulators are on their way while the weights are formed.
+        m, l = chunk(jnp.int32(0))
+        loaded = load(jnp.int32(0))
+        chunks = lax.div(parts + (CHUNK - 1), jnp.int32(CHUNK))
+        top = lax.fori_loop(1, chunks, lambda c, top: jnp.maximum(top, chunk(c)[0].max()), m.max())
+        weigh(m, l)
         zero = plgpu.layout_cast(jnp.zeros((partials.width,), jnp.float32), wide)
-        acc, total = lax.fori_loop(0, chunks, join, (zero, jnp.float32(0)))
+        carry = rest(jnp.int32(0), 1, add(jnp.int32(0), loaded, (zero, jnp.float32(0))))
+
+        def join(c: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            weigh(*chunk(c))
+            return rest(c, 0, carry)
+
+        acc, total = lax.fori_loop(1, chunks, join, carry)
         if self.sinks:
             sink = given["sinks"][head, g].astype(jnp.float32) * math.log2(math.e)
             (acc,), top, total = with_sink((acc,), top, total, sink)

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import _compat
-from .lse import MASKED, UNSEEN
+from .lse import UNSEEN
 from .work import ROWS, Item, Line, tile_range
 
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -114,12 +114,11 @@ class Computing:
         s = pl.run_scoped(multiply, plgpu.ACC((ROWS, keys), jnp.float32))
         if not self.cfg.storage.restaged:
             plgpu.barrier_arrive(smem["k_freed"].at[slot])
-        key = base + plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
-        low, high = (x if x.ndim == 0 else lax.broadcast_in_dim(x, s.shape, [0]) for x in bounds)
-        s = jnp.where((key >= low) & (key < high), self._score(s), MASKED)
-        new = jnp.maximum(m, s.max(axis=1))
+        s, unit = self._score(s)
+        s = self._masked(s, base, item, bounds)
+        new = jnp.maximum(m, s.max(axis=1) * unit)
         rescale = jnp.exp2(m - new)
-        p = jnp.exp2(s - lax.broadcast_in_dim(new, s.shape, [0]))
+        p = jnp.exp2(s * unit - lax.broadcast_in_dim(new, s.shape, [0]))
         l = l * rescale + p.sum(axis=1)
         acc = tuple(x * lax.broadcast_in_dim(rescale, x.shape, [0]) for x in acc)
 
@@ -138,14 +137,36 @@ class Computing:
             plgpu.barrier_arrive(smem["v_freed"].at[slot])
         return acc, new, l
 
-    def _score(self, raw: jax.Array) -> jax.Array:
-        """q.k -> score in units of log 2."""
-        cap = self.cfg.softcap
+    def _score(self, raw: jax.Array) -> tuple[jax.Array, float]:
+        """q.k -> (score, its unit in units of log 2). A unit is left to be multiplied together with what follows."""
+        cap, unit = self.cfg.softcap, self.cfg.scale * math.log2(math.e)
         if cap is None:
-            return raw * (self.cfg.scale * math.log2(math.e))
+            return (raw, unit) if unit > 0 else (raw * unit, 1.0)
         # tanh by exp2: the hardware's own tanh is good to 11 bits only, which a cap of 50 turns into 0.02.
-        grown = jnp.exp2(raw * (2 * self.cfg.scale / cap * math.log2(math.e)))
-        return (cap * math.log2(math.e)) * (1 - 2 / (grown + 1))
+        grown = jnp.exp2(raw * (2 * unit / cap))
+        return (cap * math.log2(math.e)) * (1 - 2 / (grown + 1)), 1.0
+
+    def _masked(self, s: jax.Array, base: Any, item: Item, bounds: Any) -> jax.Array:
+        """Scores, -inf where a row does not see the key. Most tiles are seen whole: those are left as they are."""
+        low, high = bounds
+        window, keys = self.cfg.work.window, self.cfg.work.key_tile
+        first_high, last_low = item.high, item.low
+        if low.ndim or high.ndim:  # of the first row, and of the last
+            here = item.i if window.top_left else item.i + (item.k_len - item.q_len)
+            if window.left is not None:
+                last_low = jnp.maximum(last_low, here + (item.tokens - 1) - window.left)
+            if window.right is not None:
+                first_high = jnp.minimum(first_high, here + window.right + 1)
+        else:
+            first_high, last_low = high, low
+
+        def mask(s: jax.Array) -> jax.Array:
+            key = base + plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
+            rows = (x if x.ndim == 0 else lax.broadcast_in_dim(x, s.shape, [0]) for x in (low, high))
+            low_row, high_row = rows
+            return jnp.where((key >= low_row) & (key < high_row), s, -jnp.inf)
+
+        return lax.cond((base < last_low) | (base + keys > first_high), mask, lambda s: s, s)
 
     def _clear_values(self, tile: Any, base: Any, item: Item) -> None:
         """Rows outside the item's keys may be NaN, and 0 * NaN is NaN: they become zero."""
@@ -155,7 +176,7 @@ class Computing:
         for at in range(self.columns[0][0], end, width):
             part, axis, layout = tile.at[:, pl.ds(at, min(width, end - at))], 0, plgpu.Layout.WGMMA
             if few:
-                part, axis, layout = part.transpose((1, 0)), 1, plgpu.Layout.WGMMA_TRANSPOSED
+                part, axis, layout = part.transpose((1, 0)), 1, plgpu.Layout.WGMMA
             part[...] = self._inside(part, axis, layout, base, item)
         plgpu.commit_smem()
 

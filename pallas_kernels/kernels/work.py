@@ -204,10 +204,10 @@ class Line:
             q_len = jnp.full_like(index, self.work.equal_queries or 0)
             k_len = jnp.full_like(index, self.work.equal_keys or 0)
             if self.work.equal_keys is None:
-                _stage(self.given["k_len"], c * CHUNK, jnp.minimum(count, CHUNK), self.smem["k_lens"], 0)
+                stage(self.given["k_len"], c * CHUNK, jnp.minimum(count, CHUNK), self.smem["k_lens"])
             if self.work.equal_queries is None:
                 starts = self.smem["q_starts"]
-                _stage(self.given["q_start"], c * CHUNK, jnp.minimum(count, CHUNK), starts, 0)
+                stage(self.given["q_start"], c * CHUNK, jnp.minimum(count, CHUNK), starts)
                 starts[jnp.minimum(count, CHUNK)] = self.given["q_start"][c * CHUNK + jnp.minimum(count, CHUNK)]
             plgpu.commit_smem()
             if self.work.equal_keys is None:
@@ -320,28 +320,27 @@ class Line:
         return Item(b, head, g, start + i, tokens, i, q_len, k_len, low, high, whole, piece, pieces), after
 
 
-def _stage(source: Any, start: Any, count: Any, target: Any, at: int) -> None:
-    """Copy source[start : start + count] (device memory, count up to CHUNK) to target (shared memory).
+def stage(source: Any, start: Any, count: Any, target: Any, aligned: bool = True) -> None:
+    """Copy source[start : start + count] (device memory, count up to CHUNK) to the beginning of target (shared memory).
 
-    No byte beyond the end is read: whole vectors where they fit, then halves, then single numbers.
+    No byte beyond the end is read: a whole vector where it fits, then halves, then single numbers. aligned: source
+    begins at a multiple of 8 bytes, and so does source[start]; halves are read by two numbers a thread.
     """
-    capacity = source.shape[0]
     done = jnp.int32(0)
-    wide = plgpu.Layout.WG_STRIDED((CHUNK,), 1)
-    for width in (CHUNK, 64, 32, 16, 8):
-        if width > capacity:
+    for width in (CHUNK, 64, 32, 16, 8) if aligned else (CHUNK,):
+        if width > source.shape[0]:
             continue
-        layout = wide if width == CHUNK else plgpu.Layout.WGMMA.reduce(0)
+        layout = plgpu.Layout.WG_STRIDED((CHUNK,), 1) if width == CHUNK else plgpu.Layout.WGMMA.reduce(0)
 
         @pl.when(count - done >= width)
         def _(width: int = width, layout: Any = layout, done: Any = done) -> None:
             part = plgpu.load(source.at[pl.ds(start + done, width)], layout=layout, optimized=False)
-            target[pl.ds(at + done, width)] = part
+            target[pl.ds(done, width)] = part
 
         done = done + jnp.where(count - done >= width, width, 0)
 
     def one(n: Any, _: None) -> None:
-        target[at + n] = source[start + n]
+        target[n] = source[start + n]
 
     lax.fori_loop(done, count, one, None)
 
