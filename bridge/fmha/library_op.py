@@ -54,7 +54,7 @@ class LibraryFwOp(AttentionFwOpBase):
 
     @classmethod
     def apply(cls, inp: Inputs, needs_gradient: bool) -> tuple[torch.Tensor, Context | None]:
-        """(out, Context) or (out, None); differentiable by torch's autograd where grad mode is on.
+        """(out, Context), differentiable by torch's autograd where grad mode is on, or (out, None) without gradient.
 
         out: query's shape with value's head dim, in `inp.get_output_dtype()`; lse: float64 beside a float32 or
         float64 output, else float32. Rows that see no key, and empty inputs, give 0 and -inf.
@@ -69,7 +69,8 @@ class LibraryFwOp(AttentionFwOpBase):
             "quantize_pv": inp.quantize_pv_to_fp8,
         }
         if not needs_gradient:
-            return bridge.memory_efficient_attention_forward(*arguments, **options), None
+            with torch.no_grad():
+                return bridge.memory_efficient_attention_forward(*arguments, **options), None
         out, lse = bridge.memory_efficient_attention_forward_requires_grad(*arguments, **options)
         return out, Context(lse=lse, out=out)
 

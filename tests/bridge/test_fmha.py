@@ -486,3 +486,36 @@ def test_operators_of_torch_library():
     assert torch.equal(plain(Q, K, V, bias, 0.0, 0.5), want) and torch.equal(biased(Q, K, V, bias, scale=0.5), want)
     torch.library.opcheck(plain.default, (Q, K, V[..., :16]))
     torch.library.opcheck(biased.default, (Q, K, V, bias))
+
+
+DEFECTS = {  # what MSLK's operator gets wrong by its own definition
+    "window with folded heads": ("BlockDiagonalLocalAttentionPaddedKeysMask", [5, 5], [30, 12], {"window": (3, 2)}),
+    "causal behind a gap": ("BlockDiagonalCausalWithOffsetGappyKeysMask", [4, 4], [9, 20], {}),
+    "no keys from the middle of a page": ("PagedBlockDiagonalGappyKeysMask", [1, 1, 1], [0, 70, 3], {"page_size": 64}),
+    "early exit in one piece": ("BlockDiagonalPaddedKeysMask", [1, 1], [0, 9], {}),
+    "sequences without queries": ("BlockDiagonalPaddedKeysMask", [1, 0, 1], [4, 5, 9], {}),
+}
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_defects_of_the_reference_are_none_here(name):
+    """With NaN and infinities wherever no sequence has a key, those before a sequence's start among them."""
+    mask_class, q_lens, k_lens, options = DEFECTS[name]
+    case = cases.mask_case(name, mask_class, q_lens, k_lens, (6,), (1,), 32, **options)
+    inputs = cases.make_inputs(case)
+    q, k, v = (torch.from_numpy(inputs[n]).half() for n in "qkv")
+    k, v = (x.expand(-1, -1, 6, -1) for x in (k, v))
+    mask = torch_frontend.mask(mask_class, inputs["mask"]).to("cpu")
+    want, want_lse = cases.expected(case, inputs)
+    for op in (tri.FwOp, tri.FwOp.get_operator(1, split_k_early_exit=True)):
+        out, lse = fmha.memory_efficient_attention_forward_requires_grad(q, k, v, mask, op=op)
+        close(numbers(out), want, *cases.TOLERANCES["float16"])
+        close(numbers(lse), want_lse, *cases.LSE_TOLERANCE)
+
+
+def test_no_gradient_without_the_lse():
+    """`needs_gradient=False` is a promise: packed keys are served though the query requires grad."""
+    words = torch.zeros(1, 9, 4, 5, dtype=torch.int32)
+    q = Q.clone().requires_grad_()
+    out, ctx = tri.FwOp.apply(fmha.Inputs(q, words, words), needs_gradient=False)
+    assert ctx is None and not out.requires_grad
