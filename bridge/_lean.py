@@ -23,6 +23,7 @@ from .fmha import attn_bias as biases
 MOST_PLANS = 4096
 ALIGNED_TO = 16
 
+_TENSOR = torch.Tensor
 _plans: dict[Hashable, launch.Plan] = {}
 _calls_of_dropped = 0
 
@@ -56,7 +57,9 @@ def file(call: Call | None, plan: launch.Plan, addresses: list[int]) -> None:
     Unless it had to make a tensor of its own, such as int32 entries of a table that has others.
     """
     global _calls_of_dropped
-    if call is not None and [x.data_ptr() for x in call.tensors] == addresses:
+    if call is None or any(type(x) is not _TENSOR for x in call.tensors):
+        return
+    if [x.data_ptr() for x in call.tensors] == addresses:
         if len(_plans) >= MOST_PLANS:
             _calls_of_dropped += sum(plan.calls for plan in _plans.values())
             _plans.clear()
@@ -77,13 +80,8 @@ def look(kind: tuple[Any, ...], options: tuple[Any, ...], tensors: tuple[Any, ..
     """The call of these tensors, or None where it always takes the long way."""
     if forward_ad._current_level >= 0:
         return None
-    looks: list[Any] = [kind, options]
-    looks += map(type, options)
-    for x in tensors:
-        if type(x) is not torch.Tensor:
-            return None
-        looks += (x.shape, x.is_contiguous() or x.stride(), x.dtype, x.get_device())
-    return Call(tuple(looks), tensors, longest)
+    looks = [(x.shape, x.is_contiguous() or x.stride(), x.dtype, x.get_device()) for x in tensors if type(x) is _TENSOR]
+    return Call((kind, options, *map(type, options), *looks), tensors, longest)
 
 
 # --------------------------------------------------------------------------------------------------- biases

@@ -63,8 +63,8 @@ def warmup(
     """Compile what calls of these shapes will launch, so that none of them waits, and all may be captured in a graph.
 
     For `varlen_attn` and the paged masks (give page_size and pages), the padded masks (neither), or plain batches
-    (`plain`: no mask, or one that is only a window). Nothing is launched, and beside the kernels a table of 256 KiB
-    is all that is put on the device.
+    (`plain`: no mask, or one that is only a window). Nothing is launched, and beside the kernels 1.25 MiB is all
+    that is put on the device.
 
     Args:
         heads, kv_heads, head_dim, value_dim: of query, and of key and value; value_dim is head_dim by default.

@@ -2,8 +2,8 @@
 
 The same kernels as JAX runs, compiled once for each capacity of the leading sizes and launched directly: no JAX call,
 no DLPack, no synchronisation. The true numbers of tokens and sequences are read from device memory, from a table of
-all numbers. What a call needs beside its tensors is settled once, in a `Plan`: running it costs the host three
-allocations at most and the launches.
+all numbers. What a call needs beside its tensors is settled once, in a `Plan`: running it costs the host the
+allocation of its results and of one workspace, and the launches.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ MOST_TOKENS = 65536
 """Entries of a device's table of numbers."""
 ALIGNMENT = 256
 """Of the pieces of a workspace, in bytes; TMA asks for 16 of a buffer, 128 keeps sectors whole."""
+
+SINK_BYTES = 1 << 20
+"""Of a device's memory that is written and never read: the place of an LSE that nobody asked for."""
 
 raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 """The current stream of a device as CUDA's handle: `torch.cuda.current_stream` costs thirty times as much."""
@@ -74,7 +77,9 @@ def layout_reasons(tensors: dict[str, torch.Tensor]) -> list[str]:
 class Plan:
     """A call with everything but its tensors settled: what is allocated, and what each launch is given."""
 
-    __slots__ = ("_counts", "_device", "_index", "_launches", "_lse", "_offsets", "_out", "_scratch", "calls", "room")
+    __slots__ = (
+        "_counts", "_device", "_index", "_launches", "_lse", "_offsets", "_out", "_sink", "_workspace", "calls", "room"
+    )  # fmt: skip
 
     def __init__(self, problem: Problem, layout: Layout, names: Sequence[str], made: Program, device: torch.device):
         """names: of the tensors whose addresses `run` is given, in that order; a program may read fewer."""
@@ -85,11 +90,12 @@ class Plan:
         self._out = _empty_like(layout.out, problem.out_dtype)
         self._lse = _empty_like(layout.lse, problem.lse_dtype)
         workspaces = [b for b in made.buffers if b.role == "workspace"]
-        *offsets, size = _offsets([math.prod(b.shape) * getattr(torch, b.dtype).itemsize for b in workspaces])
-        # An LSE that nobody asked for is written too, behind the workspaces.
-        lse_bytes = math.prod(layout.lse) * self._lse[2].itemsize
-        self._scratch, self._offsets = (size + lse_bytes, size), offsets
+        *self._offsets, self._workspace = _offsets(
+            [math.prod(b.shape) * getattr(torch, b.dtype).itemsize for b in workspaces]
+        )
         numbers = _numbers(device.index).data_ptr()
+        fits = math.prod(layout.lse) * self._lse[2].itemsize <= SINK_BYTES
+        self._sink = numbers + SINK_OFFSET if fits else None
         self._counts = (numbers + 4 * problem.queries, numbers + 4 * problem.batch)
         place = {
             name: n
@@ -122,24 +128,22 @@ class Plan:
         if out is None:
             shape, strides, dtype = self._out
             out = empty(shape, strides, dtype=dtype, device=device)
-        lse, scratch, base = None, None, 0
-        size = self._scratch[want_lse]
-        if size:  # held until everything that uses it is enqueued; the allocator reuses it in the stream's order
-            scratch = empty((size,), (1,), dtype=torch.uint8, device=device)
-            base = scratch.data_ptr()
-        if want_lse:
+        workspace, base = None, 0
+        if self._workspace:  # held until all that uses it is enqueued; the allocator reuses it in the stream's order
+            workspace = empty((self._workspace,), (1,), dtype=torch.uint8, device=device)
+            base = workspace.data_ptr()
+        lse, lse_address = None, self._sink
+        if want_lse or lse_address is None:
             shape, strides, dtype = self._lse
             lse = empty(shape, strides, dtype=dtype, device=device)
             lse_address = lse.data_ptr()
-        else:
-            lse_address = base + self._scratch[True]
         every = (
             *addresses, out.data_ptr(), lse_address, *[base + offset for offset in self._offsets], *self._counts
         )  # fmt: skip
         stream = raw_stream(index)
         for enqueue, pick, pack in self._launches:
             enqueue(stream, pack(*pick(every)))
-        return out, lse
+        return out, lse if want_lse else None
 
 
 def plan(problem: Problem, layout: Layout, tensors: dict[str, torch.Tensor], device: torch.device) -> Plan:
@@ -206,10 +210,7 @@ def at_capacity(problem: Problem, target: Target, table_width: int | None = None
         max_keys=p.max_keys if table_width is None or p.page_size is None else table_width * p.page_size,
         lse_rows=batch if plain else 1,
     )
-    # Whether results are merged depends on the least count. Within a capacity it changes once, so that looking at
-    # powers of two makes one program more, and spares the larger counts a merge that they do not need.
-    least = _next_power_of_two(p.batch if plain else p.queries) // 2 + 1
-    return program(raised, target, least_tokens=least * per_row), raised
+    return program(raised, target, least_tokens=(raised.queries // per_row // 4 + 1) * per_row), raised
 
 
 MOST_TIED = 1024
@@ -299,25 +300,31 @@ def check_not_capturing(what: str) -> None:
         )
 
 
+SINK_OFFSET = -(-4 * (MOST_TOKENS + 1) // ALIGNMENT) * ALIGNMENT
 _tables: dict[int, torch.Tensor] = {}
 
 
 def _numbers(device: int) -> torch.Tensor:
-    """0, 1, 2, ... on a device: a count that a kernel reads is the address of its entry."""
+    """0, 1, 2, ... on a device, the sink behind them: a count that a kernel reads is the address of its entry."""
     found = _tables.get(device)
     if found is None:
         with _lock:
             found = _tables.get(device)
             if found is None:
                 check_not_capturing("a table of numbers is not on the device yet")
-                table = torch.arange(MOST_TOKENS + 1, dtype=torch.int32)
                 # In a thread of its own: what this one allocates may go to a graph's pool (torch.compile's warm-up of
                 # a graph), which is taken back later, whoever holds a tensor there.
                 with ThreadPoolExecutor(1) as thread:
-                    made = thread.submit(table.to, f"cuda:{device}").result()
+                    made = thread.submit(_table().to, f"cuda:{device}").result()
                 torch.cuda.synchronize(device)  # from now on every stream may read it
                 found = _tables[device] = made
     return found
+
+
+def _table() -> torch.Tensor:
+    table = torch.zeros((SINK_OFFSET + SINK_BYTES) // 4, dtype=torch.int32)
+    torch.arange(MOST_TOKENS + 1, dtype=torch.int32, out=table[: MOST_TOKENS + 1])
+    return table
 
 
 # --------------------------------------------------------------------------------------------------- forks

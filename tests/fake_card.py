@@ -42,7 +42,7 @@ class Card:
         patch(launch, "machine_reasons", lambda device: [])
         patch(launch, "current_device", lambda: None)  # the index of a CPU tensor's device
         patch(launch, "raw_stream", lambda device: STREAM)
-        patch(launch, "_tables", {None: torch.arange(launch.MOST_TOKENS + 1, dtype=torch.int32)})
+        patch(launch, "_tables", {None: launch._table()})
         patch(launch, "_kernels", {})
         patch(launch, "_compiled", [])
         patch(launch, "_compile", self.compile)

@@ -47,31 +47,36 @@ def test_counts_between_capacities_share_a_program():
     assert {"count", "sequences"} <= {b.name for b in made.buffers}
 
 
-def test_one_launch_where_no_count_up_to_the_capacity_is_split():
-    assert len(launch.at_capacity(problem_of(200, slot=8), HOPPER)[0].launches) == 1
+def plain_problem(batch, keys, **options):
+    q, k = jnp.zeros((batch, 1, 8, 64), jnp.bfloat16), jnp.zeros((batch, keys, 2, 64), jnp.bfloat16)
+    return build(q, k, k, **options)[0]
+
+
+def test_one_launch_where_every_row_is_a_whole_piece():
     assert len(launch.at_capacity(problem_of(3, slot=8), HOPPER)[0].launches) == 2
     assert len(launch.at_capacity(problem_of(3, slot=8, num_splits=1), HOPPER)[0].launches) == 1
+    assert len(launch.at_capacity(plain_problem(66, 4096), HOPPER)[0].launches) == 1  # 132 rows: one for each SM
+    assert len(launch.at_capacity(plain_problem(1, 65536), HOPPER)[0].launches) == 2
 
 
 def test_lowering_opens_no_backend():
     code = """
 import jax
 from jax._src import xla_bridge
-from bridge import _mosaic
-from pallas_kernels.kernels.decode import Decode
-from pallas_kernels.kernels.lse import LsePlace
-from pallas_kernels.kernels.work import SplitPolicy
-from pallas_kernels.masks import Window
-shapes = [(2, 1, 4, 64), (2, 128, 1, 64), (2, 128, 1, 64)]
-policy = SplitPolicy(1, None, 128, 1, 132)
-lse = LsePlace("float64", 4, None)
-kernel = Decode(2, 2, 1, 4, 64, "bfloat16", "bfloat16", lse, 0.1, None, Window(), policy, shapes[1], None, None, None,
-                True, False, 132, 2)
-inputs = [jax.ShapeDtypeStruct(s, "bfloat16") for s in shapes]
-inputs += [jax.ShapeDtypeStruct((n,), "int32") for n in (3, 2, 1, 1)]
-module = _mosaic.lower(kernel.build(), inputs)
-assert len(module) > 1000 and not xla_bridge._backends
-"""
+from bridge import _call, _flat, _mosaic, _warmup, launch
+from pallas_kernels.program import Target
+import torch
+made = []
+def answer(build, arguments, static, backend, tensors):
+    problem, _, _ = _call.describe(build, *arguments)
+    made.append(launch.at_capacity(problem, Target((9, 0), 132))[0])
+q, k = torch.empty(2, 1, 4, 64, dtype=torch.half, device="meta"), torch.empty(2, 128, 1, 64, dtype=torch.half, device="meta")
+_flat.attend(q, k, k, None, None, None, _flat.Mask(), output_dtype=None, backend="hopper", num_splits=2, answer=answer)
+for step in made[0].launches:
+    structs = [jax.ShapeDtypeStruct(b.shape, b.dtype) for b in map(made[0].buffer, step.reads)]
+    assert len(_mosaic.lower(step.kernel.build(), structs)) > 1000
+assert len(made[0].launches) == 2 and not xla_bridge._backends
+"""  # noqa: E501
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=240)
 
 

@@ -81,7 +81,7 @@ def test_a_step_waits_for_nothing_and_allocates_what_it_returns_and_one_workspac
     q, k, v, mask = paged([512, 1, 0])
     with_lse = bridge.memory_efficient_attention_forward_requires_grad
     expected = {
-        (call, 1): 2,  # the output, and room for an LSE that nobody asked for
+        (call, 1): 1,
         (call, 4): 2,
         (with_lse, 1): 2,
         (with_lse, 4): 3,
