@@ -125,25 +125,24 @@ def _check_out(out: Any, query: torch.Tensor, key: Any, value: Any, *others: tor
         raise DTypeError(f"out: expected a tensor, got {type(out).__name__}")
     _route.check_tensors(query, key, value)
     expected = (*query.shape[:-1], value.shape[-1])
-    if tuple(out.shape) != expected:
+    if out.shape != expected:
         raise ShapeError(f"out: expected shape {expected}, got {tuple(out.shape)}")
     if out.dtype != query.dtype:
         raise DTypeError(f"out: expected query's dtype {query.dtype}, got {out.dtype}")
     if out.device != query.device:
         raise DeviceError(f"out: expected query's device {query.device}, got {out.device}")
-    inputs = [x for store in (query, key, value, *others) for x in _tensors(store)]
+    inputs = [x for x in (query, key, value, *others) if x is not None]
+    if any([type(x) is not torch.Tensor for x in inputs]):
+        inputs = [part for x in inputs for part in _tensors(x)]
     if torch.is_grad_enabled() and any([x.requires_grad for x in (out, *inputs)]):
         raise GradientError("out: varlen_attn_out has no gradient; call varlen_attn, or use torch.no_grad()")
-    if overlaps(out):
+    if not out.is_contiguous() and overlaps(out):
         raise ArgumentError("out: an expanded tensor (elements that share memory) cannot be written")
-    if not out.numel():
-        return
     low, high = _span(out)
     for x in inputs:
-        if x.device == out.device and x.numel():
-            first, last = _span(x)
-            if low < last and first < high:
-                raise ArgumentError("out: must not overlap query, key, value or another input in memory")
+        first, last = _span(x)
+        if low < last and first < high and x.device == out.device:
+            raise ArgumentError("out: must not overlap query, key, value or another input in memory")
 
 
 def _tensors(x: Any) -> tuple[torch.Tensor, ...]:
@@ -156,6 +155,6 @@ def _tensors(x: Any) -> tuple[torch.Tensor, ...]:
 def _span(x: torch.Tensor) -> tuple[int, int]:
     """The addresses [first, last) between which a tensor's elements lie."""
     first = x.data_ptr()
-    if x.is_contiguous():
+    if x.is_contiguous() or not x.numel():
         return first, first + x.nbytes
     return first, first + (sum((n - 1) * s for n, s in zip(x.shape, x.stride())) + 1) * x.element_size()
