@@ -326,7 +326,7 @@ def stage(source: Any, start: Any, count: Any, target: Any, aligned: bool = True
     No byte beyond the end is read: a whole vector where it fits, then halves, then single numbers. aligned: source
     begins at a multiple of 8 bytes, and so does source[start]; halves are read by two numbers a thread.
     """
-    done = jnp.int32(0)
+    done = count * 0  # traced: a constant is no index
     for width in (CHUNK, 64, 32, 16, 8) if aligned else (CHUNK,):
         if width > source.shape[0]:
             continue
