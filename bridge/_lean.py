@@ -9,6 +9,7 @@ come here only where nothing in torch has to see the call: no gradient, no compi
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable
 from functools import reduce
 from operator import or_
@@ -168,4 +169,4 @@ def _after_fork() -> None:
     _plans.clear()
 
 
-launch.os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)

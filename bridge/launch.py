@@ -48,7 +48,8 @@ def reasons(problem: Problem, device: torch.device) -> list[str]:
     found = [*machine_reasons(device)]
     if problem.queries > MOST_TOKENS:
         found.append(f"{problem.queries} query tokens (accepted: {MOST_TOKENS})")
-    return [*found, *unsupported(problem)]
+    # A capacity is a larger problem: it must be served too.
+    return [*found, *(unsupported(problem) or unsupported(raised(problem)))]
 
 
 def machine_reasons(device: torch.device) -> list[str]:
@@ -197,20 +198,25 @@ def at_capacity(problem: Problem, target: Target, table_width: int | None = None
     table_width: entries of a row of the block table, which is the pitch that a kernel is compiled for, whatever
     maximum the caller names.
     """
-    p, plain = resolve(problem, target), problem.lse_rows != 1
-    per_row = p.queries // p.lse_rows if plain else 1  # a plain batch: every sequence has the same number of tokens
+    p = raised(resolve(problem, target), table_width)
+    per_row = p.equal_queries or 1
+    return program(p, target, least_tokens=(p.queries // per_row // 4 + 1) * per_row), p
+
+
+def raised(problem: Problem, table_width: int | None = None) -> Problem:
+    """The problem with its leading sizes raised to capacities; table_width as in `at_capacity`."""
+    p, plain = problem, problem.equal_queries is not None
     batch = capacity(p.batch)
     if not plain and p.queries <= MOST_TIED:
         batch = max(batch, capacity(p.queries))
-    raised = dataclasses.replace(
+    return dataclasses.replace(
         p,
-        queries=batch * per_row if plain else capacity(p.queries),
+        queries=capacity(p.queries) if p.equal_queries is None else batch * p.equal_queries,
         batch=batch,
         key_rows=p.key_rows if p.slot is None else batch * p.slot,
         max_keys=p.max_keys if table_width is None or p.page_size is None else table_width * p.page_size,
         lse_rows=batch if plain else 1,
     )
-    return program(raised, target, least_tokens=(raised.queries // per_row // 4 + 1) * per_row), raised
 
 
 MOST_TIED = 1024

@@ -436,6 +436,14 @@ def test_problems_of_one_program_differ_in_counts_only():
     assert small == large == dataclasses.replace(problem_of(7, slot=8), queries=16, batch=16, key_rows=128)
 
 
+@pytest.mark.parametrize("batch, tokens", [(1, 3), (3, 3), (5, 1), (1, 1)])
+def test_a_plain_batch_keeps_its_tokens_a_sequence(batch, tokens):
+    q, k = jnp.zeros((batch, tokens, 8, 64), jnp.bfloat16), jnp.zeros((batch, 128, 2, 64), jnp.bfloat16)
+    raised = launch.at_capacity(build(q, k, k)[0], HOPPER)[1]
+    assert (raised.batch, raised.queries) == (launch.capacity(batch), launch.capacity(batch) * tokens)
+    assert raised.lse_rows == raised.batch and raised.key_rows == raised.batch * 128
+
+
 def test_the_pitch_of_a_block_table_is_its_own_whatever_maximum_is_named():
     from pallas_kernels.varlen import build as varlen_build
 
