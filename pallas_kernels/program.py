@@ -200,6 +200,7 @@ def _decode(p: Problem, target: Target, counted: bool) -> Decode:
         equal_keys=p.equal_keys,
         counted=counted,
         blocks=target.sms,
+        cost=max(1, 128 // max(p.head_dim, p.value_dim)),
     )
     pages_per_row = None if p.page_size is None else p.max_keys // p.page_size
     if p.page_size is not None:

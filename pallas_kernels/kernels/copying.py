@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .work import CHUNK, Item, Line, stage, tile_range
+from .work import CHUNK, Item, Line, Place, stage, tile_range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,16 +67,17 @@ class Copying:
         self.ring = {name: smem[f"{name}{kind}"] for name in ("k", "v")}
 
     def run(self) -> None:
-        begin, end, size = self.line.share()
+        first, end, size = self.line.share()
 
-        def one(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        def one(carry: tuple[Place, Any, Any]) -> tuple[Place, Any, Any]:
             place, items, done = carry
             item, after = self.line.item(place, end, size)
             self._copy_query(item, items)
-            return after, items + 1, self._copy_keys(item, done)
+            done = self._copy_keys(item, done)
+            return self.line.next(place, after), items + 1, done
 
         zero = jnp.int32(0)
-        _, items, done = lax.while_loop(lambda carry: carry[0] < end, one, (begin, zero, zero))
+        _, items, done = lax.while_loop(lambda carry: carry[0].at < end, one, (first, zero, zero))
         # The last slots are freed for nobody's next copy: their barriers are waited for here.
         stages, slots = self.cfg.stages, self.cfg.q_slots
         lax.fori_loop(jnp.maximum(done - stages, 0), done, lambda n, _: self._wait_freed(n), None)
@@ -90,7 +91,8 @@ class Copying:
         pl.when(when)(lambda: plgpu.barrier_wait(self.smem["q_freed"].at[lax.rem(n + slots, slots)]))
 
     def _copy_query(self, item: Item, n: Any) -> None:
-        """Each token's heads. A tile with fewer tokens takes its last one again: nothing beyond it is read."""
+        """Each token's heads. A tile with fewer tokens takes its last one again: nothing beyond it is read; one with a
+        single token, the common case, arrives for the others."""
         slots = self.cfg.q_slots
         self._wait_query(n - slots, when=n >= slots)
         slot, tiling = lax.rem(n, jnp.int32(slots)), self.cfg.work.tiling
@@ -99,10 +101,15 @@ class Copying:
             source = self.given["q"].at[item.token, item.head, pl.ds(_eights(item.g), 64)]
             plgpu.copy_gmem_to_smem(source, self.smem["q"].at[slot], filled)
             return
-        for t in range(tiling.tokens):
+
+        def copy(t: int) -> None:
             token = item.token + jnp.minimum(t, item.tokens - 1)
             source = self.given["q"].at[token, item.head, pl.ds(item.g, tiling.heads)]
             plgpu.copy_gmem_to_smem(source, self.smem["q_raw"].at[pl.ds(t * tiling.pitch, tiling.heads)], filled)
+
+        copy(0)
+        for t in range(1, tiling.tokens):
+            lax.cond(item.tokens > 1, lambda t=t: copy(t), lambda: plgpu.barrier_arrive(filled))
 
     # -------------------------------------------------------------------------------------- keys and values
 

@@ -21,7 +21,7 @@ from .work import CHUNK
 
 AT_ONCE = 16
 """Accumulators in flight."""
-MOST_BLOCKS_PER_RECORD = 8
+MOST_BLOCKS_PER_RECORD = 16
 """Blocks that share the rows of one record, under the automatic policy."""
 
 

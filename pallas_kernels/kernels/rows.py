@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import _compat
 from .lse import UNSEEN
-from .work import ROWS, Item, Line, tile_range
+from .work import ROWS, Item, Line, Place, tile_range
 
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 
@@ -31,19 +31,19 @@ class Computing:
         self.columns = [(warpgroup * each + at, min(cfg.columns, each - at)) for at in range(0, each, cfg.columns)]
 
     def run(self) -> None:
-        begin, end, size = self.line.share()
+        first, end, size = self.line.share()
         if self.cfg.split and self.cfg.work.policy.automatic and self.warpgroup == 0:
             self.written["records"][lax.axis_index("block"), 0] = jnp.int32(0)
 
-        def one(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        def one(carry: tuple[Place, Any, Any]) -> tuple[Place, Any, Any]:
             place, items, done = carry
             item, after = self.line.item(place, end, size)
             self._take_query(items)
             done = self._compute(item, items, done)
-            return after, items + 1, done
+            return self.line.next(place, after), items + 1, done
 
         zero = jnp.int32(0)
-        lax.while_loop(lambda carry: carry[0] < end, one, (begin, zero, zero))
+        lax.while_loop(lambda carry: carry[0].at < end, one, (first, zero, zero))
         plgpu.wait_smem_to_gmem(0)
 
     # --------------------------------------------------------------------------------------------- queries
@@ -203,10 +203,17 @@ class Computing:
             plgpu.wait_smem_to_gmem(0)
             staging[:, pl.ds(0, width)] = x.astype(staging.dtype)
             plgpu.commit_smem()
-            for t in range(tiling.tokens):
+
+            def copy(t: int, at: int = at, width: int = width) -> None:
                 part = staging.at[pl.ds(t * tiling.pitch, tiling.heads), pl.ds(0, width)]
-                copy = lambda part=part, t=t, at=at, w=width: plgpu.copy_smem_to_gmem(part, target(t, pl.ds(at, w)))
-                copy() if t == 0 else pl.when(t < item.tokens)(copy)
+                plgpu.copy_smem_to_gmem(part, target(t, pl.ds(at, width)))
+
+            copy(0)
+
+            @pl.when(item.tokens > 1)
+            def _() -> None:
+                for t in range(1, tiling.tokens):
+                    pl.when(t < item.tokens)(lambda t=t: copy(t))
 
     def _each_row(self, item: Item, store: Any) -> None:
         """store(t, head of the tile, row of the tile) for every row that a token and a head have."""

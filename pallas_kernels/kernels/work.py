@@ -1,8 +1,8 @@
 """Who computes what: the work of a call as one line of key tiles, cut into equal shares on the device.
 
 Query rows that see the same keys share a 64-row tile (`Tiling`). Every tile of every sequence has a stretch of the
-line, one unit for each tile of keys that it reads; a block's share is an interval of the line, so that all blocks
-finish together whatever the lengths, and no host needs to know them.
+line, one unit for each tile of keys that it reads and some for its beginning and end; a block's share is an interval of
+the line, so that all blocks finish together whatever the lengths, and no host needs to know them.
 
 Where the pieces of a sequence's keys lie depends on its own length and the split policy alone; a share then holds the
 whole pieces that begin in it. Under the automatic policy a share is cut anywhere, and a piece is what a block has of a
@@ -25,6 +25,8 @@ ROWS = 64
 """Rows of a query tile: the least that `wgmma` multiplies."""
 CHUNK = 128
 """Sequences that are planned at once: one for each thread of a warpgroup."""
+FEW = 4
+"""Sequences that are planned one by one instead."""
 MAX_TILE_TOKENS = 16
 """Query tokens of one tile at most; each takes a copy of its own, and decode brings few."""
 MAX_BATCH = 4096
@@ -109,6 +111,20 @@ class Item(NamedTuple):
     pieces: Any
 
 
+class Place(NamedTuple):
+    """A place of the line, with what is known there: the sequence (b, its first query token, lengths), and the row: its
+    own place, its KV head, and its query tile of the sequence."""
+
+    at: Any
+    b: Any
+    start: Any
+    q_len: Any
+    k_len: Any
+    row: Any
+    head: Any
+    tile: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class Work:
     """What of the work is static. Leading sizes are capacities where `counted`."""
@@ -124,6 +140,8 @@ class Work:
     equal_keys: int | None
     counted: bool
     blocks: int
+    cost: int
+    """Units of the beginning and end of a piece."""
 
     @property
     def planned(self) -> bool:
@@ -163,14 +181,18 @@ class Work:
         return _ceil(q_len, self.tiling.tokens) * self.tiling.parts
 
     def pieces(self, k_len: Any, low: Any, high: Any) -> tuple[Any, Any, Any]:
-        """(first piece, pieces, units of each) of a row that sees [low, high); one empty piece where it sees nothing."""
+        """(first piece, pieces, units of each) of a row that sees [low, high); one empty piece where it sees nothing.
+
+        Automatically, a row is one piece as far as the line goes; its first tile instead.
+        """
         if self.policy.automatic:
             first = _floor(low, self.key_tile)
-            return first, jnp.maximum(_ceil(high, self.key_tile) - first, 1), jnp.ones_like(k_len)
+            one = jnp.ones_like(k_len)
+            return first, one, jnp.maximum(_ceil(high, self.key_tile) - first, 1) + self.cost
         size = self.policy.size(k_len)
         first = lax.div(low, size)
         pieces = lax.div(high + (size - 1), size) - first
-        return first, jnp.maximum(jnp.where(high > low, pieces, 1), 1), _ceil(size, self.key_tile)
+        return first, jnp.maximum(jnp.where(high > low, pieces, 1), 1), _ceil(size, self.key_tile) + self.cost
 
     def weight(self, q_len: Any, k_len: Any) -> Any:
         """Units of a whole sequence."""
@@ -197,6 +219,14 @@ class Line:
             return
         rows = plgpu.Layout.WGMMA.reduce(1)
         self.smem["places"][0] = jnp.int32(0)
+        if self.work.batch <= FEW:
+            place = jnp.int32(0)
+            for b in range(self.work.batch):
+                _, q_len, k_len = self._lengths(jnp.minimum(b, self.sequences))
+                place = place + jnp.where(b < self.sequences, self.work.weight(q_len, k_len), 0)
+                self.smem["places"][b + 1] = place
+            plgpu.commit_smem()
+            return
 
         def chunk(c: Any, _: None) -> None:
             index = c * CHUNK + plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=rows)
@@ -232,12 +262,13 @@ class Line:
 
     # --------------------------------------------------------------------------------- shares and items
 
-    def share(self) -> tuple[Any, Any, Any]:
-        """(begin, end, length of every share): this block's interval."""
+    def share(self) -> tuple[Place, Any, Any]:
+        """(where this block begins, where it ends, length of every share)."""
         total = self._total()
         size = jnp.maximum(_ceil(total, self.work.blocks), 1)
         begin = lax.axis_index("block") * size
-        return self._first_piece(begin), jnp.minimum(begin + size, total), size
+        first = self._find(begin)
+        return first, self._end(begin + size, total), size
 
     def _total(self) -> Any:
         if not self.work.planned:
@@ -252,17 +283,17 @@ class Line:
         q_len, k_len = jnp.int32(self.work.equal_queries or 0), jnp.int32(self.work.equal_keys or 0)
         return self.work.weight(q_len, k_len)
 
-    def _sequence(self, place: Any) -> tuple[Any, Any]:
+    def _sequence(self, at: Any) -> tuple[Any, Any]:
         """(b, its place) of the sequence that holds a place of the line."""
         if not self.work.planned:
             weight = jnp.maximum(self._equal_weight(), 1)
-            b = lax.div(place, weight)
+            b = lax.div(at, weight)
             return b, b * weight
 
         def halve(_: Any, bounds: Any) -> Any:
             low, high = bounds
             middle = lax.div(low + high + 1, jnp.int32(2))
-            below = self.smem["places"][middle] <= place
+            below = self.smem["places"][middle] <= at
             return jnp.where(below, middle, low), jnp.where(below, high, middle - 1)
 
         last = self.sequences if self.work.equal_queries is None else self.sequences - 1
@@ -281,42 +312,87 @@ class Line:
         k_len = jnp.int32(self.work.equal_keys) if self.work.equal_keys is not None else self.given["k_len"][known]
         return start, q_len, jnp.where(real, k_len, 0)
 
-    def _row(self, place: Any) -> tuple[Any, ...]:
-        """(b, lengths, row of the sequence, its place, first piece, pieces, units) of the row that holds a place."""
-        b, base = self._sequence(place)
-        lengths = self._lengths(b)
-        first, pieces, units = self.work.pieces(lengths[2], *self.work.seen(*lengths[1:]))
-        row = lax.div(place - base, pieces * units)
-        return b, lengths, row, base + row * pieces * units, first, pieces, units
+    def _row_weight(self, q_len: Any, k_len: Any) -> tuple[Any, Any]:
+        """(units of a row, of each of its pieces)."""
+        _, pieces, units = self.work.pieces(k_len, *self.work.seen(q_len, k_len))
+        return pieces * units, units
 
-    def _first_piece(self, place: Any) -> Any:
-        """The first place at or after `place` where a piece begins."""
-        if self.work.policy.automatic:
-            return place
-        _, _, _, base, _, _, units = self._row(place)
-        return base + lax.div(place - base + (units - 1), units) * units
+    def _find(self, at: Any) -> Place:
+        """The first piece that begins at or after a place; under the automatic policy, the place itself.
 
-    def item(self, place: Any, end: Any, size: Any) -> tuple[Item, Any]:
-        """What a block does next at a place of its share, and the place after it."""
-        b, (start, q_len, k_len), row, base, first, pieces, units = self._row(place)
-        tiles = self.work.row_tiles(q_len)
-        head, tile = lax.div(row, tiles), lax.rem(row, tiles)
-        i = lax.div(tile, jnp.int32(self.work.tiling.parts)) * self.work.tiling.tokens
-        g = lax.rem(tile, jnp.int32(self.work.tiling.parts)) * self.work.tiling.heads
-        low, high = self.work.seen(q_len, k_len)
-        at = lax.div(place - base, units)
+        A place inside a row's beginning is the row's: nothing of it has been read before.
+        """
+        b, base = self._sequence(at)
+        start, q_len, k_len = self._lengths(b)
+        row_units, units = self._row_weight(q_len, k_len)
+        row = lax.div(at - base, row_units)
+        tiles = jnp.maximum(self.work.row_tiles(q_len), 1)
+        here = base + row * row_units
         if self.work.policy.automatic:
-            after = jnp.minimum(end, base + pieces)
-            whole = (place == base) & (after == base + pieces)
-            low = jnp.maximum(low, (first + at) * self.work.key_tile)
-            high = jnp.minimum(high, (first + (after - base)) * self.work.key_tile)
-            begun = lax.div(base, size)  # the block that has the row's first piece
-            piece, pieces = lax.axis_index("block") - begun, lax.div(base + pieces - 1, size) - begun + 1
+            at = jnp.where(at - here <= self.work.cost, here, at)
         else:
-            after, whole, piece = place + units, pieces == 1, at
-            keys = self.work.policy.size(k_len)
-            low, high = jnp.maximum(low, (first + at) * keys), jnp.minimum(high, (first + at + 1) * keys)
-        tokens = jnp.minimum(q_len - i, self.work.tiling.tokens)
+            at = here + lax.div(at - here + (units - 1), units) * units
+        found = Place(at, b, start, q_len, k_len, here, lax.div(row, tiles), lax.rem(row, tiles))
+        if self.work.policy.automatic:
+            return found
+        return self.next(found, at)  # perhaps the next row's first piece
+
+    def _end(self, at: Any, total: Any) -> Any:
+        """Where a share ends: where the next one begins."""
+        if not self.work.policy.automatic:
+            return jnp.minimum(at, total)
+        return jnp.where(at >= total, total, self._find(jnp.minimum(at, total - 1)).at)
+
+    def next(self, place: Place, at: Any) -> Place:
+        """The place `at`, which is a piece's beginning, of the same row or of the next one."""
+        row_units, _ = self._row_weight(place.q_len, place.k_len)
+        tiles = self.work.row_tiles(place.q_len)
+        here = place.row + row_units
+        same_head, same_sequence = place.tile + 1 < tiles, place.head + 1 < self.work.kv_heads
+
+        def following() -> tuple[Any, ...]:
+            b, base = self._sequence(at)
+            return (b, *self._lengths(b), base, jnp.int32(0), jnp.int32(0))
+
+        def current() -> tuple[Any, ...]:
+            head = place.head + jnp.where(same_head, 0, 1)
+            tile = jnp.where(same_head, place.tile + 1, 0)
+            stay = at < here
+            return (
+                place.b, place.start, place.q_len, place.k_len, jnp.where(stay, place.row, here),
+                jnp.where(stay, place.head, head), jnp.where(stay, place.tile, tile),
+            )  # fmt: skip
+
+        return Place(at, *lax.cond((at < here) | same_head | same_sequence, current, following))
+
+    def item(self, place: Place, end: Any, size: Any) -> tuple[Item, Any]:
+        """What a block does at a place of its share, and the place after it."""
+        work = self.work
+        at, b, start, q_len, k_len, here, head, tile = place
+        i = lax.div(tile, jnp.int32(work.tiling.parts)) * work.tiling.tokens
+        g = lax.rem(tile, jnp.int32(work.tiling.parts)) * work.tiling.heads
+        low, high = work.seen(q_len, k_len)
+        first, pieces, units = work.pieces(k_len, low, high)
+        one = (jnp.int32(0), jnp.int32(1))
+        if work.policy.automatic:
+            after = jnp.minimum(end, here + units)
+            whole = (at == here) & (after == here + units)
+            block = lax.axis_index("block")
+
+            def shared() -> tuple[Any, Any]:
+                """(this block's part, parts): a share that ends in a row's beginning has none of it."""
+                begun = lax.div(here + work.cost, size)
+                return block - begun, lax.div(here + units - 1, size) - begun + 1
+
+            piece, pieces = lax.cond(whole, lambda: one, shared)
+            low = jnp.maximum(low, (first + jnp.maximum(at - here - work.cost, 0)) * work.key_tile)
+            high = jnp.minimum(high, (first + (after - here - work.cost)) * work.key_tile)
+        else:
+            after, whole = at + units, pieces == 1
+            piece = lax.cond(whole, lambda: one[0], lambda: lax.div(at - here, units))
+            keys = work.policy.size(k_len)
+            low, high = jnp.maximum(low, (first + piece) * keys), jnp.minimum(high, (first + piece + 1) * keys)
+        tokens = jnp.minimum(q_len - i, work.tiling.tokens)
         return Item(b, head, g, start + i, tokens, i, q_len, k_len, low, high, whole, piece, pieces), after
 
 
