@@ -68,6 +68,8 @@ class Problem:
     """Paged, and sequences may start anywhere in their row of pages."""
     fp8_qk: bool = False
     fp8_pv: bool = False
+    tile_tokens: int | None = None
+    """Query tokens of a sequence that the kernels are laid out for (any number is served); None: not yet chosen."""
     inference_only: str | None = None
     """Why no gradient is defined, or None."""
 

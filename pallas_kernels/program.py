@@ -19,7 +19,7 @@ from .kernels.decode import Decode
 from .kernels.lse import LsePlace
 from .kernels.merge import Merge
 from .kernels.partials import Partials
-from .kernels.work import MAX_BATCH, SplitPolicy, Tiling, Work, key_tile
+from .kernels.work import MAX_BATCH, MAX_TILE_TOKENS, SplitPolicy, Tiling, Work, key_tile
 from .problem import Operands, Problem
 
 Role = Literal["in", "out", "workspace"]
@@ -91,7 +91,7 @@ def unsupported(problem: Problem) -> list[str]:
     """Why no program answers the problem; empty where one does."""
     p = problem
     low_bit = p.key_format not in ("float16", "bfloat16")
-    dims = p.head_dim in HEAD_DIMS and p.value_dim in HEAD_DIMS or (p.head_dim, p.value_dim) == MLA_DIMS
+    dims = (p.head_dim in HEAD_DIMS and p.value_dim in HEAD_DIMS) or (p.head_dim, p.value_dim) == MLA_DIMS
     checks = [
         (p.q_dtype not in ("float16", "bfloat16"), f"query dtype {p.q_dtype} (accepted: float16, bfloat16)"),
         (
@@ -114,26 +114,30 @@ def unsupported(problem: Problem) -> list[str]:
     ]
     found = [text for wrong, text in checks if wrong]
     if not found and _one_token(p) and not _direct(p):
-        found.append(f"{p.group} query heads share a KV head at head_dim {p.head_dim} (accepted: 1 to 8, multiples of 8)")
+        found.append(f"{p.group} query heads a KV head at head_dim {p.head_dim} (accepted: 1 to 8, multiples of 8)")
     if not found and _decode(p, Target((9, 0), 1), counted=True).shared_memory > SHARED_MEMORY:
         found.append(f"head_dim {p.head_dim} with keys that do not lie in eights: too much for shared memory")
     return found
 
 
 def resolve(problem: Problem, target: Target) -> Problem:
-    """The problem with its automatic split policy made definite where whole rows are good shares: one launch then.
-
-    Of the true sizes, so that both front ends take the same program.
-    """
-    p = problem
+    """The problem with what depends on its true sizes made definite, so that both front ends take the same program:
+    the query tokens that a tile is made for, and one piece where whole rows are good shares (one launch then)."""
+    each = -(-problem.queries // max(problem.batch, 1))
+    p = dataclasses.replace(problem, tile_tokens=problem.equal_queries or next(n for n in (1, 4, MAX_TILE_TOKENS)
+                                                                               if n >= min(each, MAX_TILE_TOKENS)))
     if (p.num_splits, p.split_size) != (None, None) or p.equal_queries is None or p.equal_keys is None:
         return p
-    tiles = Tiling.of(p.group, min(p.head_dim, p.value_dim), p.equal_queries, _one_token(p))
+    tiles = _tiling(p)
     rows = p.batch * p.kv_heads * -(-p.equal_queries // tiles.tokens) * tiles.parts
     rounds = -(-rows // target.sms)
     us = 2 * p.batch * p.kv_heads * p.equal_keys * (p.head_dim + p.value_dim) / BYTES_PER_US
     idle = 1 - rows / (rounds * target.sms)
     return dataclasses.replace(p, num_splits=1) if us * idle < MERGE_US else p
+
+
+def _tiling(p: Problem) -> Tiling:
+    return Tiling.of(p.group, min(p.head_dim, p.value_dim), 1 if _one_token(p) else p.tile_tokens or MAX_TILE_TOKENS)
 
 
 @functools.cache
@@ -187,7 +191,7 @@ def _decode(p: Problem, target: Target, counted: bool) -> Decode:
     splits, size = (None if n is None else min(n, most) for n in (p.num_splits, p.split_size))
     policy = SplitPolicy(splits, size)
     tile = key_tile(p.head_dim, p.value_dim)
-    tiling = Tiling.of(p.group, min(p.head_dim, p.value_dim), p.equal_queries, _one_token(p))
+    tiling = _tiling(p)
     work = Work(
         tokens=p.queries,
         batch=p.batch,

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -88,6 +89,23 @@ def store(ref: Any, x: jax.Array) -> None:
         plgpu.store(ref, x, optimized=False)
     else:
         ref[...] = x
+
+
+WARPS = 4
+"""Of a warpgroup."""
+
+
+def each_warp(body: Callable[[int], None], interpret: bool) -> None:
+    """`body(warp)` by each warp of this warpgroup, at once. It may copy, and use scalars, but not load them."""
+    if interpret:
+        for warp in range(WARPS):
+            body(warp)
+        return
+
+    @pl.core_map(plgpu.WarpMesh(axis_name="warp"))
+    def _() -> None:
+        for warp in range(WARPS):
+            pl.when(lax.axis_index("warp") == warp)(lambda warp=warp: body(warp))
 
 
 def races_found() -> bool:

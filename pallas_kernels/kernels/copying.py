@@ -16,7 +16,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from . import _compat
 from .work import CHUNK, Item, Line, Place, stage, tile_range
+
+COPY_ROWS = 32
+"""Key rows that are copied at once, or not at all; a tile is a multiple."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +41,10 @@ class Storage:
 
     @property
     def rows(self) -> int:
-        """Key rows of one copy."""
+        """Key rows of one copy: few enough that little beyond a sequence's end is copied."""
         if not self.paged:
-            return self.key_tile
-        return 1 if self.anywhere else math.gcd(self.axes[1], self.key_tile)
+            return COPY_ROWS
+        return 1 if self.anywhere else math.gcd(self.axes[1], COPY_ROWS)
 
     @property
     def restaged(self) -> bool:
@@ -60,8 +64,8 @@ class Storage:
 class Copying:
     """At tracing time. `ring`: the refs of key and value tiles [stages, key_tile, D]."""
 
-    def __init__(self, cfg: Any, line: Line, given: dict[str, Any], smem: dict[str, Any]) -> None:
-        self.cfg, self.line, self.given, self.smem = cfg, line, given, smem
+    def __init__(self, cfg: Any, line: Line, given: dict[str, Any], smem: dict[str, Any], interpret: bool) -> None:
+        self.cfg, self.line, self.given, self.smem, self.interpret = cfg, line, given, smem, interpret
         self.storage: Storage = cfg.storage
         kind = "_raw" if self.storage.restaged else ""
         self.ring = {name: smem[f"{name}{kind}"] for name in ("k", "v")}
@@ -91,8 +95,8 @@ class Copying:
         pl.when(when)(lambda: plgpu.barrier_wait(self.smem["q_freed"].at[lax.rem(n + slots, slots)]))
 
     def _copy_query(self, item: Item, n: Any) -> None:
-        """Each token's heads. A tile with fewer tokens takes its last one again: nothing beyond it is read; one with a
-        single token, the common case, arrives for the others."""
+        """Each token's heads. A tile of fewer tokens takes its last one again: nothing beyond it is read. A single
+        token, the common case, waits for no others."""
         slots = self.cfg.q_slots
         self._wait_query(n - slots, when=n >= slots)
         slot, tiling = lax.rem(n, jnp.int32(slots)), self.cfg.work.tiling
@@ -102,14 +106,18 @@ class Copying:
             plgpu.copy_gmem_to_smem(source, self.smem["q"].at[slot], filled)
             return
 
-        def copy(t: int) -> None:
+        def copy(t: int, filled: Any) -> None:
             token = item.token + jnp.minimum(t, item.tokens - 1)
             source = self.given["q"].at[token, item.head, pl.ds(item.g, tiling.heads)]
             plgpu.copy_gmem_to_smem(source, self.smem["q_raw"].at[pl.ds(t * tiling.pitch, tiling.heads)], filled)
 
-        copy(0)
-        for t in range(1, tiling.tokens):
-            lax.cond(item.tokens > 1, lambda t=t: copy(t), lambda: plgpu.barrier_arrive(filled))
+        copy(0, filled)
+        if tiling.tokens > 1:
+
+            @pl.when(item.tokens > 1)
+            def _() -> None:
+                for t in range(1, tiling.tokens):
+                    copy(t, self.smem["q_rest"])
 
     # -------------------------------------------------------------------------------------- keys and values
 
@@ -127,17 +135,17 @@ class Copying:
         first, tiles = tile_range(item.low, item.high, self.cfg.work.key_tile)
 
         def tile(n: Any, _: None) -> None:
+            base = (first + n) * self.cfg.work.key_tile
             # Page numbers are read before the wait, which hides their latency.
-            position = self._position(item.b, (first + n) * self.cfg.work.key_tile)
-            pages = self._pages(item.b, position) if self.storage.paged and not self.storage.restaged else []
+            pages = self._pages(item.b, base) if self.storage.paged and not self.storage.restaged else []
             self._wait_freed(done + n - self.cfg.stages, when=done + n >= self.cfg.stages)
             slot = lax.rem(done + n, jnp.int32(self.cfg.stages))
             if not self.storage.paged:
-                self._copy_rows(item, position, slot)
+                self._copy_rows(item, base, slot)
             elif self.storage.restaged:
-                self._copy_single_rows(item, position, slot)
+                self._copy_single_rows(item, self._position(item.b, base), slot)
             else:
-                self._copy_pages(item, position, pages, slot)
+                self._copy_pages(item, base, pages, slot)
 
         lax.fori_loop(0, tiles, tile, None)
         return done + tiles
@@ -151,34 +159,47 @@ class Copying:
             target = self.ring[name].at[slot, pl.ds(at, rows), pl.ds(0, self.cfg.dims[name])]
             plgpu.copy_gmem_to_smem(source, target, self.smem[f"{name}_filled"].at[slot])
 
-    def _copy_rows(self, item: Item, position: Any, slot: Any) -> None:
-        tile = self.cfg.work.key_tile
-        lead = jnp.int32(0) if self.storage.anywhere else item.b
+    def _copy_needed(self, item: Item, base: Any, n: int, slot: Any, lead: Any, start: Any) -> None:
+        """The n-th copy of a tile whose first key is `base`, if it holds a key of the item's."""
+        key, rows = base + n * self.storage.rows, self.storage.rows
+
+        def skip() -> None:
+            for name in ("k", "v"):
+                plgpu.barrier_arrive(self.smem[f"{name}_filled"].at[slot])
+
+        copy = lambda: self._copy(slot, lead, start, rows, item.head, n * rows)  # noqa: E731
+        lax.cond((key < item.high) & (key + rows > item.low), copy, skip)
+
+    def _copy_rows(self, item: Item, base: Any, slot: Any) -> None:
+        tile, rows = self.cfg.work.key_tile, self.storage.rows
         if not self.storage.restaged:
-            self._copy(slot, lead, position, tile, item.head, 0)
+            for n in range(self.storage.copies):
+                self._copy_needed(item, base, n, slot, item.b, base + n * rows)
             return
+        lead = jnp.int32(0) if self.storage.anywhere else item.b
+        position = self._position(item.b, base)
         # In two parts, of which one does not begin at a multiple of 8: so the tile is laid out row by row.
         self._copy(slot, lead, position, tile - 4, item.head, 0)
         self._copy(slot, lead, position + (tile - 4), 4, item.head, tile - 4)
 
-    def _pages(self, b: Any, position: Any) -> list[Any]:
-        """The page of each copy of a tile. Past the last needed page the table may hold anything: that is masked."""
+    def _pages(self, b: Any, base: Any) -> list[Any]:
+        """The page of each copy of a tile. Past the last needed page the table may hold anything: that is not copied,
+        or masked."""
         pages, page_size = self.storage.axes
-        found = []
-        for at in range(0, self.cfg.work.key_tile, max(self.storage.rows, 1)):
-            index = jnp.minimum(lax.div(position + at, jnp.int32(page_size)), self.storage.pages_per_row - 1)
-            if at and page_size % self.cfg.work.key_tile == 0:
-                found.append(found[0])
-            else:
-                found.append(jnp.clip(self.given["block_table"][b, index], 0, pages - 1))
-        return found
+        tile, found = self.cfg.work.key_tile, {}
+        nested = tile % page_size == 0 or page_size % tile == 0
+        for at in range(0, tile, self.storage.rows):
+            known = at // page_size if nested else at
+            if known not in found:
+                index = jnp.minimum(lax.div(base + at, jnp.int32(page_size)), self.storage.pages_per_row - 1)
+                found[known] = jnp.clip(self.given["block_table"][b, index], 0, pages - 1)
+        return [found[at // page_size if nested else at] for at in range(0, tile, self.storage.rows)]
 
-    def _copy_pages(self, item: Item, position: Any, pages: list[Any], slot: Any) -> None:
+    def _copy_pages(self, item: Item, base: Any, pages: list[Any], slot: Any) -> None:
         rows, page_size = self.storage.rows, self.storage.axes[1]
         for n, page in enumerate(pages):
-            eighths = lax.div(position, jnp.int32(rows)) + n
-            start = lax.rem(eighths, jnp.int32(page_size // rows)) * rows
-            self._copy(slot, page, start, rows, item.head, n * rows)
+            start = lax.rem(lax.div(base, jnp.int32(rows)) + n, jnp.int32(page_size // rows)) * rows
+            self._copy_needed(item, base, n, slot, page, start)
 
     def _copy_single_rows(self, item: Item, position: Any, slot: Any) -> None:
         """One copy a row, the page numbers through shared memory."""
@@ -186,16 +207,26 @@ class Copying:
         per_row, window = self.storage.pages_per_row, self.smem["pages"]
         assert per_row is not None
         first = jnp.minimum(lax.div(position, jnp.int32(page_size)), per_row - 1)
-        stage(self.given["block_table"].at[item.b], first, jnp.minimum(CHUNK, per_row - first), window, aligned=False)
+        table = self.given["block_table"].at[item.b]
+        stage([(table, window)], first, jnp.minimum(CHUNK, per_row - first), aligned=False)
         plgpu.commit_smem()
 
-        def row(n: Any, _: None) -> None:
-            x = position + n
-            index = jnp.minimum(lax.div(x, jnp.int32(page_size)), per_row - 1) - first
-            page = jnp.clip(window[index], 0, pages - 1)
-            self._copy(slot, page, lax.rem(x, jnp.int32(page_size)), 1, item.head, n)
+        each = 4  # rows that each warp copies at once
 
-        lax.fori_loop(0, self.cfg.work.key_tile, row, None, unroll=4)
+        def rows(step: Any, _: None) -> None:
+            places = []
+            for n in range(each * _compat.WARPS):
+                x = position + (step * (each * _compat.WARPS) + n)
+                index = jnp.minimum(lax.div(x, jnp.int32(page_size)), per_row - 1) - first
+                places.append((jnp.clip(window[index], 0, pages - 1), lax.rem(x, jnp.int32(page_size))))
+
+            def copy(warp: int) -> None:
+                for n in range(warp * each, (warp + 1) * each):
+                    self._copy(slot, *places[n], 1, item.head, step * (each * _compat.WARPS) + n)
+
+            _compat.each_warp(copy, self.interpret)
+
+        lax.fori_loop(0, self.cfg.work.key_tile // (each * _compat.WARPS), rows, None)
 
 
 def _eights(x: Any) -> Any:

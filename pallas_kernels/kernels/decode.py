@@ -112,7 +112,7 @@ class Decode:
             given = dict(zip(self.reads, refs[:inputs]))
             written = dict(zip(self.writes, refs[inputs : inputs + outputs]))
             smem = dict(zip(scratch, refs[inputs + outputs :]))
-            self._block(given, written, smem)
+            self._block(given, written, smem, interpret)
 
         return _compat.kernel(
             body,
@@ -144,8 +144,9 @@ class Decode:
             found[f"{name}_freed"] = plgpu.Barrier(num_arrivals=self.computing, num_barriers=self.stages)
         if storage.restaged and storage.paged:
             found["pages"] = plgpu.SMEM((CHUNK,), jnp.int32)
-        copies = 1 if self.q_direct else work.tiling.tokens
-        found["q_filled"] = plgpu.Barrier(num_arrivals=copies, num_barriers=self.q_slots)
+        found["q_filled"] = plgpu.Barrier(num_barriers=self.q_slots)
+        if work.tiling.tokens > 1:
+            found["q_rest"] = plgpu.Barrier(num_arrivals=work.tiling.tokens - 1)
         found["q_freed"] = plgpu.Barrier(num_arrivals=self.computing, num_barriers=self.q_slots)
         for n in range(self.computing):
             found[f"final{n}"] = plgpu.SMEM((ROWS, self.columns_of_staging), self.out_dtype)
@@ -176,7 +177,7 @@ class Decode:
     def columns_of_staging(self) -> int:
         return min(self.columns, self.value_dim)
 
-    def _block(self, given: dict[str, Any], written: dict[str, Any], smem: dict[str, Any]) -> None:
+    def _block(self, given: dict[str, Any], written: dict[str, Any], smem: dict[str, Any], interpret: bool) -> None:
         """What one block does, at tracing time."""
         line = Line(self.work, given, smem)
         for n in range(self.computing):
@@ -194,4 +195,4 @@ class Decode:
         def copy() -> None:
             if self.work.planned:
                 plgpu.barrier_wait(smem["planned"])
-            Copying(self, line, given, smem).run()
+            Copying(self, line, given, smem, interpret).run()

@@ -147,7 +147,7 @@ class Merge:
             return found[0], found[1]
 
         def load(first: Any) -> tuple[Any, ...]:
-            """AT_ONCE accumulators; the last part's again beyond it: loads stay in bounds, and its weight there is 0."""
+            """AT_ONCE accumulators; the last part's again beyond it, with weight 0: loads stay in bounds."""
             places = [partials.parts(place, jnp.minimum(first + k, parts - 1)) for k in range(AT_ONCE)]
             return tuple(plgpu.load(accumulators.at[p, row], layout=wide, optimized=False) for p in places)
 

@@ -38,7 +38,7 @@ class Computing:
         def one(carry: tuple[Place, Any, Any]) -> tuple[Place, Any, Any]:
             place, items, done = carry
             item, after = self.line.item(place, end, size)
-            self._take_query(items)
+            self._take_query(item, items)
             done = self._compute(item, items, done)
             return self.line.next(place, after), items + 1, done
 
@@ -51,8 +51,10 @@ class Computing:
     def _slot(self, n: Any) -> Any:
         return lax.rem(n, jnp.int32(self.cfg.q_slots))
 
-    def _take_query(self, n: Any) -> None:
+    def _take_query(self, item: Item, n: Any) -> None:
         plgpu.barrier_wait(self.smem["q_filled"].at[self._slot(n)])
+        if self.cfg.work.tiling.tokens > 1:
+            pl.when(item.tokens > 1)(lambda: plgpu.barrier_wait(self.smem["q_rest"]))
         if self.cfg.q_direct:
             return
         raw = self.smem["q_raw"].at[:, pl.ds(0, self.cfg.head_dim)]
@@ -170,26 +172,34 @@ class Computing:
 
     def _clear_values(self, tile: Any, base: Any, item: Item) -> None:
         """Rows outside the item's keys may be NaN, and 0 * NaN is NaN: they become zero."""
-        few = self.cfg.work.key_tile < ROWS  # registers hold 64 rows: then they are columns
-        width = ROWS if few else self.columns[0][1]
         end = self.columns[-1][0] + self.columns[-1][1]
-        for at in range(self.columns[0][0], end, width):
-            part, axis, layout = tile.at[:, pl.ds(at, min(width, end - at))], 0, plgpu.Layout.WGMMA
-            if few:
-                part, axis, layout = part.transpose((1, 0)), 1, plgpu.Layout.WGMMA
-            part[...] = self._inside(part, axis, layout, base, item)
+        if self.cfg.work.key_tile < ROWS:  # registers hold 64 rows: here they are columns
+            for at in range(self.columns[0][0], end, ROWS):
+                part = tile.at[:, pl.ds(at, ROWS)].transpose((1, 0))
+                part[...] = self._inside(part, 1, base, item)
+            plgpu.commit_smem()
+            return
+        for first in range(0, self.cfg.work.key_tile, ROWS):
+            here = base + first
+
+            @pl.when((here < item.low) | (here + ROWS > item.high))
+            def _(first: int = first, here: Any = here) -> None:
+                for at, width in self.columns:
+                    part = tile.at[pl.ds(first, ROWS), pl.ds(at, width)]
+                    part[...] = self._inside(part, 0, here, item)
+
         plgpu.commit_smem()
 
-    def _inside(self, tile: Any, axis: int, layout: Any, base: Any, item: Item) -> jax.Array:
+    def _inside(self, tile: Any, axis: int, base: Any, item: Item) -> jax.Array:
         """A tile in registers, zero outside the item's keys, which lie along an axis."""
-        rows = plgpu.load(tile, layout=layout, optimized=False)
-        key = base + plgpu.broadcasted_iota(jnp.int32, rows.shape, axis, layout=layout)
+        rows = plgpu.load(tile, layout=plgpu.Layout.WGMMA, optimized=False)
+        key = base + plgpu.broadcasted_iota(jnp.int32, rows.shape, axis, layout=plgpu.Layout.WGMMA)
         return jnp.where((key >= item.low) & (key < item.high), rows, jnp.zeros_like(rows))
 
     def _restage(self, name: str, slot: Any, base: Any, item: Item) -> Any:
         """A tile that was copied as it lies, in the layout that `wgmma` reads, zero outside the item's keys."""
         raw = self.smem[f"{name}_raw"].at[slot, :, pl.ds(0, self.cfg.dims[name])]
-        self.smem[name][...] = self._inside(raw, 0, plgpu.Layout.WGMMA, base, item)
+        self.smem[name][...] = self._inside(raw, 0, base, item)
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.smem[f"{name}_freed"].at[slot])
         return self.smem[name]
@@ -220,7 +230,8 @@ class Computing:
         tiling = self.cfg.work.tiling
 
         def token(t: Any, _: None) -> None:
-            lax.fori_loop(0, tiling.heads, lambda h, _: store(t, h, t * tiling.pitch + h), None, unroll=tiling.heads <= 8)
+            head = lambda h, _: store(t, h, t * tiling.pitch + h)  # noqa: E731
+            lax.fori_loop(0, tiling.heads, head, None, unroll=tiling.heads <= 8)
 
         token(0, None) if tiling.tokens == 1 else lax.fori_loop(0, item.tokens, token, None)
 

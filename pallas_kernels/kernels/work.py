@@ -54,19 +54,21 @@ class Tiling:
     """Tiles that a token's `heads * parts` query heads are spread over."""
 
     @classmethod
-    def of(cls, group: int, narrowest: int, equal_queries: int | None, one_token: bool) -> Tiling:
-        """narrowest: the least elements of a row that is copied; a copy's rows begin at a multiple of 128 bytes."""
+    def of(cls, group: int, narrowest: int, tokens: int) -> Tiling:
+        """tokens: the most query tokens that are worth a tile's room. narrowest: the least elements of a row that is
+        copied; a copy's rows begin at a multiple of 128 bytes."""
         heads = max(n for n in range(1, min(group, ROWS) + 1) if group % n == 0)
-        if heads < group or one_token:
+        if heads < group or tokens == 1:
             return cls(1, heads, heads, group // heads)
         whole = max(1, 64 // narrowest)
         pitch = -(-heads // whole) * whole
-        return cls(max(1, min(ROWS // pitch, equal_queries or MAX_TILE_TOKENS, MAX_TILE_TOKENS)), heads, pitch, 1)
+        return cls(max(1, min(ROWS // pitch, tokens, MAX_TILE_TOKENS)), heads, pitch, 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitPolicy:
-    """How a sequence's keys are cut: into `num_splits` pieces, every `split_size` keys, or (neither) where shares end."""
+    """How a sequence's keys are cut: into `num_splits` pieces, every `split_size` keys, or (neither) where shares
+    end."""
 
     num_splits: int | None
     split_size: int | None
@@ -233,12 +235,14 @@ class Line:
             count = self.sequences - c * CHUNK
             q_len = jnp.full_like(index, self.work.equal_queries or 0)
             k_len = jnp.full_like(index, self.work.equal_keys or 0)
+            some, arrays = jnp.minimum(count, CHUNK), []
             if self.work.equal_keys is None:
-                stage(self.given["k_len"], c * CHUNK, jnp.minimum(count, CHUNK), self.smem["k_lens"])
+                arrays.append((self.given["k_len"], self.smem["k_lens"]))
             if self.work.equal_queries is None:
                 starts = self.smem["q_starts"]
-                stage(self.given["q_start"], c * CHUNK, jnp.minimum(count, CHUNK), starts)
-                starts[jnp.minimum(count, CHUNK)] = self.given["q_start"][c * CHUNK + jnp.minimum(count, CHUNK)]
+                arrays.append((self.given["q_start"], starts))
+                starts[some] = self.given["q_start"][c * CHUNK + some]
+            stage(arrays, c * CHUNK, some)
             plgpu.commit_smem()
             if self.work.equal_keys is None:
                 k_len = plgpu.load(self.smem["k_lens"], layout=rows, optimized=False)
@@ -396,27 +400,33 @@ class Line:
         return Item(b, head, g, start + i, tokens, i, q_len, k_len, low, high, whole, piece, pieces), after
 
 
-def stage(source: Any, start: Any, count: Any, target: Any, aligned: bool = True) -> None:
-    """Copy source[start : start + count] (device memory, count up to CHUNK) to the beginning of target (shared memory).
+def stage(arrays: list[tuple[Any, Any]], start: Any, count: Any, aligned: bool = True) -> None:
+    """Copy source[start : start + count] (device memory, count up to CHUNK) to the beginning of target (shared memory),
+    for every (source, target).
 
-    No byte beyond the end is read: a whole vector where it fits, then halves, then single numbers. aligned: source
-    begins at a multiple of 8 bytes, and so does source[start]; halves are read by two numbers a thread.
+    No byte beyond the end is read: a whole vector where it fits, then halves, then single numbers. aligned: sources
+    begin at multiples of 8 bytes, and so does source[start]; halves are read by two numbers a thread.
     """
     done = count * 0  # traced: a constant is no index
     for width in (CHUNK, 64, 32, 16, 8) if aligned else (CHUNK,):
-        if width > source.shape[0]:
+        if width > arrays[0][0].shape[0]:
             continue
         layout = plgpu.Layout.WG_STRIDED((CHUNK,), 1) if width == CHUNK else plgpu.Layout.WGMMA.reduce(0)
 
         @pl.when(count - done >= width)
         def _(width: int = width, layout: Any = layout, done: Any = done) -> None:
-            part = plgpu.load(source.at[pl.ds(start + done, width)], layout=layout, optimized=False)
-            target[pl.ds(done, width)] = part
+            parts = [
+                plgpu.load(source.at[pl.ds(start + done, width)], layout=layout, optimized=False)
+                for source, _ in arrays
+            ]
+            for (_, target), part in zip(arrays, parts):
+                target[pl.ds(done, width)] = part
 
         done = done + jnp.where(count - done >= width, width, 0)
 
     def one(n: Any, _: None) -> None:
-        target[n] = source[start + n]
+        for number, (_, target) in zip([source[start + n] for source, _ in arrays], arrays):
+            target[n] = number
 
     lax.fori_loop(done, count, one, None)
 
