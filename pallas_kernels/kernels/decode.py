@@ -149,16 +149,15 @@ class Decode:
             found["q_rest"] = plgpu.Barrier(num_arrivals=work.tiling.tokens - 1)
         found["q_freed"] = plgpu.Barrier(num_arrivals=self.computing, num_barriers=self.q_slots)
         for n in range(self.computing):
-            found[f"final{n}"] = plgpu.SMEM((ROWS, self.columns_of_staging), self.out_dtype)
-            if self.split:
-                found[f"partial{n}"] = plgpu.SMEM((ROWS, self.columns_of_staging), jnp.float32)
+            for name in {self.staging_of_final, "partial"} if self.split else {self.staging_of_final}:
+                dtype = self.out_dtype if name == "final" else "float32"
+                found[f"{name}{n}"] = plgpu.SMEM((ROWS, min(self.columns, self.value_dim)), dtype)
             if self.sinks:
                 found[f"sinks{n}"] = plgpu.SMEM((ROWS,), jnp.float32)
             if interpret:
                 found[f"p{n}"] = _compat.tiled((ROWS, tile), self.dtype)
-        found["lse_rows"] = plgpu.SMEM((ROWS,), self.lse.dtype)
-        if self.split:
-            found["stats"] = plgpu.SMEM((2, ROWS), jnp.float32)
+        found["lse_rows"] = plgpu.SMEM((CHUNK,), self.lse.dtype)
+        found["stats"] = plgpu.SMEM((2, CHUNK), jnp.float32)
         if work.planned:
             found["planned"] = plgpu.Barrier()
         return found
@@ -174,8 +173,9 @@ class Decode:
         return total
 
     @property
-    def columns_of_staging(self) -> int:
-        return min(self.columns, self.value_dim)
+    def staging_of_final(self) -> str:
+        """Final results are staged where partial ones are if their dtype is the same."""
+        return "partial" if self.split and self.out_dtype == "float32" else "final"
 
     def _block(self, given: dict[str, Any], written: dict[str, Any], smem: dict[str, Any], interpret: bool) -> None:
         """What one block does, at tracing time."""

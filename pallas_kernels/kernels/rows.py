@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import _compat
 from .lse import UNSEEN
-from .work import ROWS, Item, Line, Place, tile_range
+from .work import CHUNK, ROWS, Item, Line, Place, tile_range
 
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 
@@ -225,6 +225,12 @@ class Computing:
                 for t in range(1, tiling.tokens):
                     pl.when(t < item.tokens)(lambda t=t: copy(t))
 
+    def _share_stats(self, m: jax.Array, l: jax.Array) -> None:
+        """Rows' maxima and sums to shared memory."""
+        for n, x in enumerate((m, l)):
+            self.smem["stats"][n, pl.ds(0, ROWS)] = x
+        plgpu.commit_smem()
+
     def _each_row(self, item: Item, store: Any) -> None:
         """store(t, head of the tile, row of the tile) for every row that a token and a head have."""
         tiling = self.cfg.work.tiling
@@ -246,8 +252,7 @@ class Computing:
         self._store_rows(self.smem[f"partial{self.warpgroup}"], acc, item, target)
         if self.warpgroup:
             return
-        self.smem["stats"][0], self.smem["stats"][1] = m, l
-        plgpu.commit_smem()
+        self._share_stats(m, l)
         stats = self.written["stats"]
 
         def store(t: Any, h: Any, r: Any) -> None:
@@ -289,9 +294,13 @@ class Computing:
         def target(t: int, columns: Any) -> Any:
             return self.written["out"].at[item.token + t, item.head, pl.ds(item.g, tiling.heads), columns]
 
-        self._store_rows(self.smem[f"final{self.warpgroup}"], acc, item, target)
+        self._store_rows(self.smem[f"{cfg.staging_of_final}{self.warpgroup}"], acc, item, target)
         if self.warpgroup:
             return
+        self._share_stats(m, l)
+        # One row a thread: a layout of matrix rows holds no float64 that can be stored.
+        one_each = plgpu.Layout.WG_STRIDED((CHUNK,), 1)
+        m, l = (plgpu.load(self.smem["stats"].at[n], layout=one_each, optimized=False) for n in (0, 1))
         self.smem["lse_rows"][...] = cfg.lse.value(m, l)
         plgpu.commit_smem()
 
