@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import check, machine, timed, tune
+from . import check, fuzz, machine, timed, tune
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,13 +18,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks", description="Correctness and speed of the kernels on a Hopper GPU."
     )
     commands = parser.add_subparsers(required=True, dest="command", metavar="command")
-    for module in (check, *timed.COMMANDS, tune):
+    for module in (check, fuzz, *timed.COMMANDS, tune):
         text = (module.__doc__ or "").strip()
         command = commands.add_parser(module.NAME, help=text.splitlines()[0], description=text)
         module.add_arguments(command)
         command.set_defaults(run=module.main)
     arguments = parser.parse_args(argv)
-    why = None if arguments.list else machine.refusal()
+    why = None if getattr(arguments, "list", False) else machine.refusal()
     if why is not None:
         print(f"benchmarks {arguments.command}: {why}", file=sys.stderr)
         return 2

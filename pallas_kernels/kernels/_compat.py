@@ -6,6 +6,7 @@ the kernels call the functions below for those and are otherwise one text for bo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -105,7 +106,7 @@ def each_warp(body: Callable[[int], None], interpret: bool) -> None:
     @pl.core_map(plgpu.WarpMesh(axis_name="warp"))
     def _() -> None:
         for warp in range(WARPS):
-            pl.when(lax.axis_index("warp") == warp)(lambda warp=warp: body(warp))
+            pl.when(lax.axis_index("warp") == warp)(functools.partial(body, warp))
 
 
 def races_found() -> bool:

@@ -186,12 +186,14 @@ class Copying:
         """The page of each copy of a tile. Past the last needed page the table may hold anything: that is not copied,
         or masked."""
         pages, page_size = self.storage.axes
-        tile, found = self.cfg.work.key_tile, {}
+        tile, per_row = self.cfg.work.key_tile, self.storage.pages_per_row
+        assert per_row is not None
+        found: dict[int, Any] = {}
         nested = tile % page_size == 0 or page_size % tile == 0
         for at in range(0, tile, self.storage.rows):
             known = at // page_size if nested else at
             if known not in found:
-                index = jnp.minimum(lax.div(base + at, jnp.int32(page_size)), self.storage.pages_per_row - 1)
+                index = jnp.minimum(lax.div(base + at, jnp.int32(page_size)), per_row - 1)
                 found[known] = jnp.clip(self.given["block_table"][b, index], 0, pages - 1)
         return [found[at // page_size if nested else at] for at in range(0, tile, self.storage.rows)]
 

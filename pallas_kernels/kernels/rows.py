@@ -5,6 +5,7 @@ One warpgroup has all columns of the values up to 256; of wider ones, two have h
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -223,7 +224,7 @@ class Computing:
             @pl.when(item.tokens > 1)
             def _() -> None:
                 for t in range(1, tiling.tokens):
-                    pl.when(t < item.tokens)(lambda t=t: copy(t))
+                    pl.when(t < item.tokens)(functools.partial(copy, t))
 
     def _share_stats(self, m: jax.Array, l: jax.Array) -> None:
         """Rows' maxima and sums to shared memory."""
