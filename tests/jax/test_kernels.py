@@ -330,7 +330,7 @@ def test_the_jitted_function_is_the_programs_kernels_and_nothing_else(storage):
         (dict(q_dtype="float32", key_format="float32"), "dtype"), (dict(key_format="int4/int32"), "low-bit"),
         (dict(queries=65), "query tokens"), (dict(out_dtype="float8_e4m3fn"), "output"),
         (dict(batch=5000, queries=5000), "5000 sequences"), (dict(head_dim=512, value_dim=512, group=12), "12 query"),
-        (dict(head_dim=512, value_dim=512, slot=1023), "shared memory"),
+        (dict(head_dim=512, value_dim=512, slot=1023), "in eights"),
     ],
     ids=lambda x: x if isinstance(x, str) else None,
 )  # fmt: skip
