@@ -188,7 +188,7 @@ def _offsets(sizes: Sequence[int]) -> list[int]:
 def target(device: int) -> Target:
     """The target of a CUDA device."""
     properties = torch.cuda.get_device_properties(device)
-    return Target((properties.major, properties.minor), properties.multi_processor_count)
+    return Target((properties.major, properties.minor), properties.multi_processor_count, properties.name)
 
 
 @functools.lru_cache(maxsize=4096)

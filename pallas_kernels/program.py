@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 
 import jax
 
+from . import tuning
 from .kernels.copying import Storage
 from .kernels.decode import Decode
 from .kernels.lse import LsePlace
@@ -27,10 +28,12 @@ Role = Literal["in", "out", "workspace"]
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What a program is made for. `interpret`: Mosaic GPU's interpreter on the CPU, with made-up SMs."""
+    """What a program is made for. device: its name, by which launch constants are stored (`tuning`). interpret:
+    Mosaic GPU's interpreter on the CPU, with made-up SMs."""
 
     arch: tuple[int, int]
     sms: int
+    device: str = ""
     interpret: bool = False
     detect_races: bool = False
 
@@ -81,6 +84,7 @@ MAX_TOKENS_PER_SEQUENCE = 16
 SHARED_MEMORY = 232448
 """Bytes that a block of compute capability 9.0 has."""
 MAX_STAGES = 4
+"""Key and value tiles in flight where nothing is stored: what fits of them."""
 BYTES_PER_US = 4.2e6
 """Of an H200's memory: what decode reaches (benchmarks/NOTES.md)."""
 MERGE_US = 3.0
@@ -233,7 +237,8 @@ def _decode(p: Problem, target: Target, counted: bool) -> Decode:
         stages=1,
         q_direct=tiling.tokens == 1 and _direct(p),
     )
-    stages = range(1 if storage.restaged else MAX_STAGES, 0, -1)
+    tuned = tuning.stored(target.device, p)
+    stages = range(1 if storage.restaged else tuned.stages if tuned else MAX_STAGES, 0, -1)
     fitting = (n for n in stages if dataclasses.replace(made, stages=n).shared_memory <= SHARED_MEMORY)
     return dataclasses.replace(made, stages=next(fitting, 1))
 
@@ -276,7 +281,7 @@ def target_of(backend: str) -> Target:
         return Target((9, 0), INTERPRETER_SMS, interpret=True)
     device = jax.devices("gpu")[0]
     major, minor = (int(x) for x in str(device.compute_capability).split("."))
-    return Target((major, minor), int(device.core_count))
+    return Target((major, minor), int(device.core_count), str(device.device_kind))
 
 
 __all__ = ["Buffer", "Launch", "Program", "Target", "pieces", "program", "run", "target_of", "unsupported"]
