@@ -199,8 +199,7 @@ def at_capacity(problem: Problem, target: Target, table_width: int | None = None
     maximum the caller names.
     """
     p = raised(resolve(problem, target), table_width)
-    per_row = p.equal_queries or 1
-    return program(p, target, least_tokens=(p.queries // per_row // 4 + 1) * per_row), p
+    return program(p, target, counted=True), p
 
 
 def raised(problem: Problem, table_width: int | None = None) -> Problem:

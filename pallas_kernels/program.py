@@ -85,10 +85,11 @@ SHARED_MEMORY = 232448
 """Bytes that a block of compute capability 9.0 has."""
 MAX_STAGES = 4
 """Key and value tiles in flight where nothing is stored: what fits of them."""
-BYTES_PER_US = 4.2e6
-"""Of an H200's memory: what decode reaches (benchmarks/NOTES.md)."""
+BYTES_PER_US, SM_BYTES_PER_US = 4.2e6, 39e3
+"""Of keys and values, what decode reaches on an H200, and what one of its SMs does when few are busy (B1 Mk8192 with
+one piece a row: 108 us; 2026-11-30)."""
 MERGE_US = 3.0
-"""What a second launch may cost before whole rows are the better shares."""
+"""What a second launch costs (2.4 to 3.5 us, 2026-11-30)."""
 
 
 def unsupported(problem: Problem) -> list[str]:
@@ -131,16 +132,17 @@ def resolve(problem: Problem, target: Target) -> Problem:
     """The problem with what depends on its true sizes made definite, so that both front ends take the same program:
     the query tokens that a tile is made for, and one piece where whole rows are good shares (one launch then)."""
     each = -(-problem.queries // max(problem.batch, 1))
-    p = dataclasses.replace(problem, tile_tokens=problem.equal_queries or next(n for n in (1, 4, MAX_TILE_TOKENS)
-                                                                               if n >= min(each, MAX_TILE_TOKENS)))
+    tokens = problem.equal_queries or (1 if each == 1 else 4 if each <= 4 else MAX_TILE_TOKENS)
+    p = dataclasses.replace(problem, tile_tokens=tokens)
     if (p.num_splits, p.split_size) != (None, None) or p.equal_queries is None or p.equal_keys is None:
         return p
     tiles = _tiling(p)
     rows = p.batch * p.kv_heads * -(-p.equal_queries // tiles.tokens) * tiles.parts
     rounds = -(-rows // target.sms)
-    us = 2 * p.batch * p.kv_heads * p.equal_keys * (p.head_dim + p.value_dim) / BYTES_PER_US
-    idle = 1 - rows / (rounds * target.sms)
-    return dataclasses.replace(p, num_splits=1) if us * idle < MERGE_US else p
+    row_bytes = 2 * p.equal_keys * (p.head_dim + p.value_dim)
+    # Of whole rows, a block has at most `rounds`; while it has any, the others' idleness only leaves it more bandwidth.
+    lost = rounds * row_bytes / SM_BYTES_PER_US - rows * row_bytes / BYTES_PER_US
+    return dataclasses.replace(p, num_splits=1) if lost < MERGE_US else p
 
 
 def _tiling(p: Problem) -> Tiling:
@@ -148,14 +150,14 @@ def _tiling(p: Problem) -> Tiling:
 
 
 @functools.cache
-def program(problem: Problem, target: Target, least_tokens: int | None = None) -> Program:
+def program(problem: Problem, target: Target, counted: bool = False) -> Program:
     """The launches that answer a problem on a target.
 
-    least_tokens: if given, the problem's leading sizes are capacities; the true numbers of query tokens (at least
-    this many) and of sequences are read from the buffers "count" and "sequences".
+    counted: the problem's leading sizes are capacities (of one that `resolve` has seen); the true numbers of query
+    tokens and of sequences are read from the buffers "count" and "sequences".
     """
-    p = problem if least_tokens is not None else resolve(problem, target)
-    decode = _decode(p, target, counted=least_tokens is not None)
+    p = problem if counted else resolve(problem, target)
+    decode = _decode(p, target, counted)
     rows = (p.queries, p.kv_heads, p.group)
     shapes = {
         "q": ((*rows, p.head_dim), p.q_dtype),

@@ -22,6 +22,8 @@ def test_name(asked, serves):
 def test_splits_of_a_kernel():
     q, k = torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16), torch.zeros(1, 256, 2, 64, dtype=torch.bfloat16)
     assert bridge.served_by(q, k, k, backend="interpret", num_splits=3) == ("interpret", 3)
+    assert bridge.served_by(q, k, k, backend="interpret") == ("interpret", 1)  # too little work for a second launch
+    k = torch.zeros(1, 65536, 2, 64, dtype=torch.bfloat16)
     assert bridge.served_by(q, k, k, backend="interpret") == ("interpret", 2)  # 4 SMs over 2 KV heads
 
 
