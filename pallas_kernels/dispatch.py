@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from typing import Any
 
@@ -26,8 +27,16 @@ def reasons(problem: Problem, backend: str) -> list[str]:
     if backend == "reference":
         return [] if problem.value_dim else ["value head_dim 0"]
     if backend in ("hopper", "interpret"):
-        return [*_machine(backend), *program.unsupported(problem)]
+        found = [*_machine(backend), *program.unsupported(problem)]
+        if backend == "interpret" and _pool() < (needed := program.warpgroups(problem)):
+            found.append(f"the interpreter needs {needed} threads and XLA has {_pool()}: set NPROC=8 before JAX starts")
+        return found
     raise ArgumentError(f"backend: expected one of {', '.join(('auto', *BACKENDS))}, got {backend!r}")
+
+
+def _pool() -> int:
+    """Threads of XLA's CPU client, of which the interpreter blocks one for each warpgroup that waits."""
+    return int(os.environ.get("NPROC") or os.cpu_count() or 1)
 
 
 @functools.cache

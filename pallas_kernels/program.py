@@ -104,6 +104,10 @@ def unsupported(problem: Problem) -> list[str]:
             f"low-bit keys and values ({p.key_format.split('/')[0]})",
         ),
         (p.out_dtype not in ("float16", "bfloat16", "float32"), f"output dtype {p.out_dtype}"),
+        (
+            dims and max(p.head_dim, p.value_dim) > 256 and p.value_dim % 64 != 0,
+            f"value head_dim {p.value_dim} beside {p.head_dim} (accepted: multiples of 64)",
+        ),
         (not dims, f"head_dim {p.head_dim}, of values {p.value_dim} (accepted: {HEAD_DIMS}, or the pair {MLA_DIMS})"),
         (not 1 <= p.group <= MAX_GROUP, f"{p.group} query heads share a KV head (accepted: 1 to {MAX_GROUP})"),
         (p.bias is not None, "an array bias"),
@@ -146,7 +150,8 @@ def resolve(problem: Problem, target: Target) -> Problem:
 
 
 def _tiling(p: Problem) -> Tiling:
-    return Tiling.of(p.group, min(p.head_dim, p.value_dim), 1 if _one_token(p) else p.tile_tokens or MAX_TILE_TOKENS)
+    tokens = 1 if _one_token(p) else p.tile_tokens or MAX_TILE_TOKENS
+    return Tiling.of(p.group, (p.head_dim, p.value_dim), tokens)
 
 
 @functools.cache
@@ -211,6 +216,7 @@ def _decode(p: Problem, target: Target, counted: bool) -> Decode:
         policy=policy,
         equal_queries=p.equal_queries,
         equal_keys=p.equal_keys,
+        max_keys=p.max_keys,
         counted=counted,
         blocks=target.sms,
         cost=max(1, 128 // max(p.head_dim, p.value_dim)),
@@ -243,6 +249,11 @@ def _decode(p: Problem, target: Target, counted: bool) -> Decode:
     stages = range(1 if storage.restaged else tuned.stages if tuned else MAX_STAGES, 0, -1)
     fitting = (n for n in stages if dataclasses.replace(made, stages=n).shared_memory <= SHARED_MEMORY)
     return dataclasses.replace(made, stages=next(fitting, 1))
+
+
+def warpgroups(problem: Problem) -> int:
+    """Warpgroups of a decode block: one copies, one or two compute."""
+    return 2 if problem.value_dim <= 256 else 3
 
 
 def pieces(problem: Problem, target: Target) -> int:
@@ -286,4 +297,16 @@ def target_of(backend: str) -> Target:
     return Target((major, minor), int(device.core_count), str(device.device_kind))
 
 
-__all__ = ["Buffer", "Launch", "Program", "Target", "pieces", "program", "run", "target_of", "unsupported"]
+__all__ = [
+    "Buffer",
+    "Launch",
+    "Program",
+    "Target",
+    "pieces",
+    "program",
+    "resolve",
+    "run",
+    "target_of",
+    "unsupported",
+    "warpgroups",
+]

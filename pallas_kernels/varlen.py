@@ -153,12 +153,14 @@ def build(
     _check_lengths(nf, seqused_k, cu_seq_k, max_q, max_k, query.shape[0], key_rows, page_size)
     splits = check_splits(num_splits, split_size)
     row_capacity = key_rows if block_table is None else nf.block_table.shape[1] * (page_size or 1)
+    max_keys = 1 << max(max_k - 1, 0).bit_length()  # callers pass the maximum: few values compile
+    whole_pages = -(-max_keys // (page_size or 1)) * (page_size or 1)
     group = heads // kv_heads if kv_heads else 1
     problem = Problem(
         batch=nf.batch,
         queries=query.shape[0],
         key_rows=key_rows,
-        max_keys=min(1 << max(max_k - 1, 0).bit_length(), row_capacity),  # callers pass the maximum: few values compile
+        max_keys=min(whole_pages, row_capacity),
         kv_heads=kv_heads,
         group=group,
         head_dim=query.shape[-1],

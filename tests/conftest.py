@@ -7,6 +7,10 @@ import subprocess
 import pytest
 from hypothesis import settings
 
+# The kernels' interpreter blocks a thread of XLA's pool for each warpgroup that waits: with as few as two cores, three
+# warpgroups would wait for ever. Read when JAX's CPU client starts.
+os.environ.setdefault("NPROC", "8")
+
 pytest.register_assert_rewrite(
     "acceptance", "bad_input", "cases", "checks", "fmha_frontend", "gradients", "jax_frontend", "torch_frontend"
 )

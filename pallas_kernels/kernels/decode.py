@@ -134,7 +134,7 @@ class Decode:
             most = 128 if name == "k" else 2 * tile  # values are multiplied in steps of a swizzle's keys
             if storage.restaged:
                 # A copy's target lies at a multiple of 128 bytes.
-                pitch = max(dim, 64) if storage.paged else dim
+                pitch = -(-dim // 64) * 64 if storage.paged else dim
                 found[f"{name}_raw"] = _compat.by_rows((self.stages, tile, pitch), self.dtype, pitch == dim)
                 found[name] = _compat.tiled((tile, dim), self.dtype, most)
             else:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-UNSEEN = -1e30
+UNSEEN = -3e38
 """Maximum of no scores. Finite, so that no difference from the score of a masked key, -inf, is NaN."""
 
 
@@ -38,11 +38,12 @@ class LsePlace:
     def value(self, m: Any, l: Any) -> Any:
         """The LSE of rows from their maximum m (in units of log 2) and sum l, both float32, formed in float64.
 
-        A row that saw no key (l = 0) gets -inf.
+        A row that saw no key (l = 0) gets -inf, one that saw a NaN gets NaN.
         """
         with jax.enable_x64(True):
             value = m.astype(jnp.float64) * math.log(2.0) + _log(jnp.where(l > 0, l, 1))
-            return jnp.where(l > 0, value, -math.inf).astype(self.dtype)
+            value = jnp.where(l > 0, value, math.nan)
+            return jnp.where(l == 0, -math.inf, value).astype(self.dtype)
 
 
 def _log(x: Any) -> Any:

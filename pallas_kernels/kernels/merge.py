@@ -50,7 +50,7 @@ class Merge:
     @property
     def out_types(self) -> list[jax.ShapeDtypeStruct]:
         rows = self.partials.work.tokens * self.heads
-        return [jax.ShapeDtypeStruct((rows * self.partials.value_dim,), self.out_dtype), self.lse.out_type(rows)]
+        return [jax.ShapeDtypeStruct((rows, self.partials.value_dim), self.out_dtype), self.lse.out_type(rows)]
 
     @property
     def blocks(self) -> int:
@@ -63,7 +63,7 @@ class Merge:
         return min(self.partials.rows, MOST_BLOCKS_PER_RECORD)
 
     def build(self, interpret: bool = False, detect_races: bool = False) -> Callable[..., tuple[jax.Array, ...]]:
-        """The kernel: `reads` -> `writes`; out and lse are written in place, flat."""
+        """The kernel: `reads` -> `writes`; out [rows, Dv] and lse are written in place."""
         scratch = {
             "staged": plgpu.SMEM((self.partials.width,), self.out_dtype),
             "weights": plgpu.SMEM((CHUNK,), jnp.float32),
@@ -87,7 +87,7 @@ class Merge:
 
         def run(*inputs: jax.Array) -> tuple[jax.Array, ...]:
             *rest, out, lse = inputs
-            refs = [jax.new_ref(x) for x in (out.reshape(-1), lse)]
+            refs = [jax.new_ref(x) for x in (out.reshape(-1, self.partials.value_dim), lse)]
             call(*rest, *refs)
             return tuple(jax.freeze(ref) for ref in refs)
 
@@ -152,7 +152,7 @@ class Merge:
             return tuple(plgpu.load(accumulators.at[p, row], layout=wide, optimized=False) for p in places)
 
         def weigh(m: Any, l: Any) -> None:
-            weight = jnp.where(l > 0, jnp.exp2(m - top), 0.0)
+            weight = jnp.where(l == 0, 0.0, jnp.exp2(m - top))
             smem["weights"][...], smem["totals"][...] = weight, l * weight
             plgpu.commit_smem()
 
@@ -190,9 +190,7 @@ class Merge:
         smem["lse_rows"][...] = self.lse.value(*(jnp.zeros((CHUNK,), jnp.float32) + x for x in (top, total)))
         plgpu.commit_smem()
         query_head = head * partials.group + g
-        start = (token * heads + query_head) * partials.value_dim
-        plgpu.copy_smem_to_gmem(
-            smem["staged"].at[pl.ds(0, partials.value_dim)], given["out"].at[pl.ds(start, partials.value_dim)]
-        )
+        target = given["out"].at[token * heads + query_head]
+        plgpu.copy_smem_to_gmem(smem["staged"].at[pl.ds(0, partials.value_dim)], target)
         given["lse"][self.lse.place(token, query_head, tokens)] = smem["lse_rows"][0]
         plgpu.wait_smem_to_gmem(0)

@@ -145,9 +145,13 @@ class Computing:
         cap, unit = self.cfg.softcap, self.cfg.scale * math.log2(math.e)
         if cap is None:
             return (raw, unit) if unit > 0 else (raw * unit, 1.0)
-        # tanh by exp2: the hardware's own tanh is good to 11 bits only, which a cap of 50 turns into 0.02.
-        grown = jnp.exp2(raw * (2 * unit / cap))
-        return (cap * math.log2(math.e)) * (1 - 2 / (grown + 1)), 1.0
+        # tanh by exp2: the hardware's own tanh is good to 11 bits only, which a cap of 50 turns into 0.02. Its error is
+        # absolute, so that small arguments (large caps) go by the series, good to 1e-8 of the argument.
+        x = raw * (self.cfg.scale / cap)
+        tanh = 1 - 2 / (jnp.exp2(x * (2 * math.log2(math.e))) + 1)
+        square = x * x
+        series = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
+        return (cap * math.log2(math.e)) * jnp.where(jnp.abs(x) < 0.2, series, tanh), 1.0
 
     def _masked(self, s: jax.Array, base: Any, item: Item, bounds: Any) -> jax.Array:
         """Scores, -inf where a row does not see the key. Most tiles are seen whole: those are left as they are."""

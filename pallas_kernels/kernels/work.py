@@ -12,6 +12,7 @@ row: at most two blocks' ends a share, whatever the batch.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -54,13 +55,15 @@ class Tiling:
     """Tiles that a token's `heads * parts` query heads are spread over."""
 
     @classmethod
-    def of(cls, group: int, narrowest: int, tokens: int) -> Tiling:
-        """tokens: the most query tokens that are worth a tile's room. narrowest: the least elements of a row that is
-        copied; a copy's rows begin at a multiple of 128 bytes."""
-        heads = max(n for n in range(1, min(group, ROWS) + 1) if group % n == 0)
+    def of(cls, group: int, dims: tuple[int, ...], tokens: int) -> Tiling:
+        """tokens: the most query tokens that are worth a tile's room. dims: of the rows that are copied, which begin at
+        multiples of 128 bytes."""
+        # Where heads lie in eights, so do their parts: the copy engine then lays them out (`Decode.q_direct`).
+        step = 8 if group > ROWS and group % 8 == 0 else 1
+        heads = max(n for n in range(step, min(group, ROWS) + 1, step) if group % n == 0)
         if heads < group or tokens == 1:
             return cls(1, heads, heads, group // heads)
-        whole = max(1, 64 // narrowest)
+        whole = max(64 // math.gcd(64, dim) for dim in dims)
         pitch = -(-heads // whole) * whole
         return cls(max(1, min(ROWS // pitch, tokens, MAX_TILE_TOKENS)), heads, pitch, 1)
 
@@ -140,6 +143,7 @@ class Work:
     policy: SplitPolicy
     equal_queries: int | None
     equal_keys: int | None
+    max_keys: int
     counted: bool
     blocks: int
     cost: int
@@ -245,7 +249,7 @@ class Line:
             stage(arrays, c * CHUNK, some)
             plgpu.commit_smem()
             if self.work.equal_keys is None:
-                k_len = plgpu.load(self.smem["k_lens"], layout=rows, optimized=False)
+                k_len = self._possible(plgpu.load(self.smem["k_lens"], layout=rows, optimized=False))
             if self.work.equal_queries is None:
                 here, there = (
                     plgpu.load(starts.at[pl.ds(c * 0 + n, CHUNK)], layout=rows, optimized=False) for n in (0, 1)
@@ -314,7 +318,11 @@ class Line:
             start = self.given["q_start"][b]
             q_len = jnp.where(real, self.given["q_start"][known + 1], self.tokens) - start
         k_len = jnp.int32(self.work.equal_keys) if self.work.equal_keys is not None else self.given["k_len"][known]
-        return start, q_len, jnp.where(real, k_len, 0)
+        return start, q_len, jnp.where(real, self._possible(k_len), 0)
+
+    def _possible(self, k_len: Any) -> Any:
+        """A length from the device, within what there is room for: a wrong one may not lead beyond an allocation."""
+        return jnp.minimum(jnp.maximum(k_len, 0), self.work.max_keys)
 
     def _row_weight(self, q_len: Any, k_len: Any) -> tuple[Any, Any]:
         """(units of a row, of each of its pieces)."""

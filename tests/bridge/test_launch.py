@@ -433,7 +433,8 @@ def test_threads_share_a_compilation():
 
 def test_problems_of_one_program_differ_in_counts_only():
     small, large = (launch.at_capacity(problem_of(n, slot=8), HOPPER)[1] for n in (5, 7))
-    assert small == large == dataclasses.replace(problem_of(7, slot=8), queries=16, batch=16, key_rows=128)
+    capacities = dict(queries=16, batch=16, key_rows=128, tile_tokens=1)
+    assert small == large == dataclasses.replace(problem_of(7, slot=8), **capacities)
 
 
 @pytest.mark.parametrize("batch, tokens", [(1, 3), (3, 3), (5, 1), (1, 1)])

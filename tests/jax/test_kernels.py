@@ -147,6 +147,9 @@ VALUES = {
     "far-left": dict(q_lens=[2, 2], k_lens=[300, 30], group=4, kv_heads=1, dim=32, slot=300, window=(20, 0),
                      split_size=64),
     "float32-out": dict(q_lens=[1, 1], k_lens=[300, 30], group=4, kv_heads=1, dim=32, slot=300, output_dtype="float32"),
+    "group-72": dict(q_lens=[1], k_lens=[70], group=72, kv_heads=1, dim=64, slot=72, num_splits=1),
+    "dim-96-tokens": dict(q_lens=[3, 1], k_lens=[70, 33], group=1, kv_heads=2, dim=96, slot=72, window=(None, 0)),
+    "softcap-far": dict(q_lens=[1], k_lens=[70], group=4, kv_heads=1, dim=64, slot=72, softcap=1e6),
     "negative-scale": dict(q_lens=[1, 1], k_lens=[100, 30], group=4, kv_heads=1, dim=32, slot=104, scale=-0.5),
 }  # fmt: skip
 
@@ -230,3 +233,35 @@ def test_public_functions_run_the_interpreter():
     out = pk.varlen_attn(q[:, 0], pages, pages, cu, None, 1, 64, backend="interpret", num_splits=1, **options)
     want = pk.varlen_attn(q[:, 0], pages, pages, cu, None, 1, 64, backend="reference", **options)
     checks.close(frontend.numpy(out), frontend.numpy(want), *cases.TOLERANCES["bfloat16"])
+
+
+@pytest.mark.parametrize("page_size,max_k,lengths", [(64, 5, [5, 3]), (24, 60, [60, 30]), (256, 100, [100, 30])])
+def test_pages_longer_than_the_longest_sequence(page_size, max_k, lengths):
+    rng = np.random.default_rng(0)
+    width = 4
+    q = jnp.asarray(rng.standard_normal((2, 4, 64)), jnp.bfloat16)
+    k, v = (jnp.asarray(rng.standard_normal((2 * width, page_size, 2, 64)), jnp.bfloat16) for _ in range(2))
+    table = jnp.asarray(rng.permutation(2 * width).reshape(2, width), jnp.int32)
+    cu, used = jnp.arange(3, dtype=jnp.int32), jnp.asarray(lengths, jnp.int32)
+    options = dict(enable_gqa=True, seqused_k=used, block_table=table)
+    got, want = (pk.varlen_attn(q, k, v, cu, None, 1, max_k, backend=b, **options) for b in ("interpret", "reference"))
+    checks.close(frontend.numpy(got), frontend.numpy(want), *cases.TOLERANCES["bfloat16"])
+
+
+@pytest.mark.parametrize("policy", [{}, {"num_splits": 3}, {"split_size": 64}], ids=str)
+def test_a_length_beyond_its_slot_reads_and_writes_the_slot_only(policy):
+    problem, x, _, _ = call([1, 1], [128, 5], group=4, kv_heads=1, dim=64, dtype="bfloat16", slot=128, **policy)
+    runner = jax.jit(run, static_argnums=(0, 1))
+    want = runner(problem, INTERPRETER, x)
+    wrong = x._replace(nf=x.nf._replace(k_len=jnp.array([2**31 - 1, 5], jnp.int32)))
+    for a, b in zip(runner(problem, INTERPRETER, wrong), want):
+        np.testing.assert_array_equal(frontend.numpy(a), frontend.numpy(b))
+
+
+def test_a_nan_among_the_keys_is_seen_in_output_and_lse():
+    problem, x, _, _ = call([1, 1], [100, 50], group=2, kv_heads=1, dim=64, dtype="bfloat16", slot=104, num_splits=2)
+    x = x._replace(k=x.k.at[0, 7].set(jnp.nan))
+    out, lse = jax.jit(run, static_argnums=(0, 1))(problem, INTERPRETER, x)
+    assert np.isnan(frontend.numpy(out)[0]).all() and np.isfinite(frontend.numpy(out)[1]).all()
+    lse = frontend.numpy(lse).reshape(2, 2)
+    assert np.isnan(lse[:, 0]).all() and np.isfinite(lse[:, 1]).all()

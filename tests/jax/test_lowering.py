@@ -106,6 +106,7 @@ def test_the_jitted_function_is_the_programs_kernels_and_nothing_else(storage):
         (dict(queries=65), "query tokens"), (dict(out_dtype="float8_e4m3fn"), "output"),
         (dict(batch=5000, queries=5000), "5000 sequences"), (dict(head_dim=512, value_dim=512, group=12), "12 query"),
         (dict(head_dim=512, value_dim=512, slot=1023), "in eights"),
+        (dict(head_dim=512, value_dim=96), "multiples of 64"),
     ],
     ids=lambda x: x if isinstance(x, str) else None,
 )  # fmt: skip
