@@ -122,8 +122,6 @@ def draw(c: dict[str, Any], rng: Any) -> tuple[dict[str, Any], list[tuple[Any, .
     import numpy as np
 
     n, dtype = c["batch"], getattr(ml_dtypes, c["dtype"], np.float16)
-    if c["dtype"] == "float16":
-        dtype = np.float16
     slot = -(-c["slot"] // 8) * 8 if c["storage"] == "padded" else c["slot"]
     total = n if c["max_q"] == 1 else n * -(-(c["max_q"] + 1) // 2)
     q_lens = [1] * n if c["max_q"] == 1 else _parts(total, n, c["max_q"], rng)
@@ -215,13 +213,12 @@ def mask_of(c: dict[str, Any], a: dict[str, Any]) -> Any:
     from pallas_kernels import masks
 
     window = c["window"] or (None, None)
-    nf = masks.BlockDiagonalPaddedKeysMask.from_seqlens(a["q_lens"], a["slot"], a["k_lens"])
     causal = window == (None, 0)
     if c["storage"] in ("padded", "odd"):
         if causal:
             return masks.BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens(a["q_lens"], a["slot"], a["k_lens"])
         if window == (None, None):
-            return nf
+            return masks.BlockDiagonalPaddedKeysMask.from_seqlens(a["q_lens"], a["slot"], a["k_lens"])
         cls = masks.BlockDiagonalLocalAttentionPaddedKeysMask
         return cls.from_seqlens_local(a["q_lens"], a["slot"], a["k_lens"], *window)
     if c["storage"] == "gappy":

@@ -16,7 +16,7 @@ import jax
 
 from . import tuning
 from .kernels.copying import Storage
-from .kernels.decode import Decode
+from .kernels.decode import Decode, computing_warpgroups
 from .kernels.lse import LsePlace
 from .kernels.merge import Merge
 from .kernels.partials import Partials
@@ -252,8 +252,8 @@ def _decode(p: Problem, target: Target, counted: bool) -> Decode:
 
 
 def warpgroups(problem: Problem) -> int:
-    """Warpgroups of a decode block: one copies, one or two compute."""
-    return 2 if problem.value_dim <= 256 else 3
+    """Warpgroups of a decode block: one copies, the others compute."""
+    return 1 + computing_warpgroups(problem.value_dim)
 
 
 def pieces(problem: Problem, target: Target) -> int:

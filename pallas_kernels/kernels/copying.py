@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import _compat
-from .work import CHUNK, Item, Line, Place, stage, tile_range
+from .work import CHUNK, Item, Line, stage, tile_range
 
 COPY_ROWS = 32
 """Key rows that are copied at once, or not at all; a tile is a multiple."""
@@ -71,17 +71,11 @@ class Copying:
         self.ring = {name: smem[f"{name}{kind}"] for name in ("k", "v")}
 
     def run(self) -> None:
-        first, end, size = self.line.share()
-
-        def one(carry: tuple[Place, Any, Any]) -> tuple[Place, Any, Any]:
-            place, items, done = carry
-            item, after = self.line.item(place, end, size)
+        def copy(item: Item, items: Any, done: Any) -> Any:
             self._copy_query(item, items)
-            done = self._copy_keys(item, done)
-            return self.line.next(place, after), items + 1, done
+            return self._copy_keys(item, done)
 
-        zero = jnp.int32(0)
-        _, items, done = lax.while_loop(lambda carry: carry[0].at < end, one, (first, zero, zero))
+        items, done = self.line.walk(copy)
         # The last slots are freed for nobody's next copy: their barriers are waited for here.
         stages, slots = self.cfg.stages, self.cfg.q_slots
         lax.fori_loop(jnp.maximum(done - stages, 0), done, lambda n, _: self._wait_freed(n), None)

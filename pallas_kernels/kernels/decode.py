@@ -27,6 +27,11 @@ from .rows import Computing
 from .work import CHUNK, ROWS, Line, Work
 
 
+def computing_warpgroups(value_dim: int) -> int:
+    """An accumulator of 64 x 256 numbers is what one has registers for."""
+    return 1 if value_dim <= 256 else 2
+
+
 @dataclasses.dataclass(frozen=True)
 class Decode:
     """Static parameters. Leading sizes (tokens, batch) are capacities where `work.counted`: the true numbers then come
@@ -63,8 +68,7 @@ class Decode:
 
     @property
     def computing(self) -> int:
-        """Computing warpgroups: an accumulator of 64 x 256 numbers is what one has registers for."""
-        return 1 if self.value_dim <= 256 else 2
+        return computing_warpgroups(self.value_dim)
 
     @property
     def columns(self) -> int:

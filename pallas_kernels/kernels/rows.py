@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import _compat
 from .lse import UNSEEN
-from .work import CHUNK, ROWS, Item, Line, Place, tile_range
+from .work import CHUNK, ROWS, Item, Line, tile_range
 
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 
@@ -32,19 +32,14 @@ class Computing:
         self.columns = [(warpgroup * each + at, min(cfg.columns, each - at)) for at in range(0, each, cfg.columns)]
 
     def run(self) -> None:
-        first, end, size = self.line.share()
         if self.cfg.split and self.cfg.work.policy.automatic and self.warpgroup == 0:
             self.written["records"][lax.axis_index("block"), 0] = jnp.int32(0)
 
-        def one(carry: tuple[Place, Any, Any]) -> tuple[Place, Any, Any]:
-            place, items, done = carry
-            item, after = self.line.item(place, end, size)
+        def compute(item: Item, items: Any, done: Any) -> Any:
             self._take_query(item, items)
-            done = self._compute(item, items, done)
-            return self.line.next(place, after), items + 1, done
+            return self._compute(item, items, done)
 
-        zero = jnp.int32(0)
-        lax.while_loop(lambda carry: carry[0].at < end, one, (first, zero, zero))
+        self.line.walk(compute)
         plgpu.wait_smem_to_gmem(0)
 
     # --------------------------------------------------------------------------------------------- queries
@@ -90,12 +85,16 @@ class Computing:
             self._record(item)
         return done + tiles
 
+    def _position(self, item: Item) -> Any:
+        """Of the item's first query, on the key axis (`masks.Window`)."""
+        return item.i if self.cfg.work.window.top_left else item.i + (item.k_len - item.q_len)
+
     def _bounds(self, item: Item) -> tuple[Any, Any]:
         """The keys [low, high) that each row sees of the item's: `masks.visible`. Scalars where they are all alike."""
         window, tiling = self.cfg.work.window, self.cfg.work.tiling
         if window.left is None and window.right is None:
             return item.low, item.high
-        here = item.i if window.top_left else item.i + (item.k_len - item.q_len)
+        here = self._position(item)
         if tiling.tokens > 1:
             row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=PER_ROW)
             here = here + lax.div(row, jnp.full_like(row, tiling.pitch))
@@ -159,7 +158,7 @@ class Computing:
         window, keys = self.cfg.work.window, self.cfg.work.key_tile
         first_high, last_low = item.high, item.low
         if low.ndim or high.ndim:  # of the first row, and of the last
-            here = item.i if window.top_left else item.i + (item.k_len - item.q_len)
+            here = self._position(item)
             if window.left is not None:
                 last_low = jnp.maximum(last_low, here + (item.tokens - 1) - window.left)
             if window.right is not None:

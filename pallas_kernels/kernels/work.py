@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -220,9 +221,7 @@ class Line:
     # ------------------------------------------------------------------ the places, by one warpgroup
 
     def plan(self) -> None:
-        """Fill the table of places: of sequence b, the units before it."""
-        if not self.work.planned:
-            return
+        """Fill the table of places, which planned work has: of sequence b, the units before it."""
         rows = plgpu.Layout.WGMMA.reduce(1)
         self.smem["places"][0] = jnp.int32(0)
         if self.work.batch <= FEW:
@@ -269,6 +268,20 @@ class Line:
         lax.fori_loop(0, _ceil(self.sequences, CHUNK), chunk, None)
 
     # --------------------------------------------------------------------------------- shares and items
+
+    def walk(self, do: Callable[[Item, Any, Any], Any]) -> tuple[Any, Any]:
+        """`do(item, items before, tiles before) -> tiles done` for this block's items, in order; (items, tiles)."""
+        first, end, size = self.share()
+
+        def one(carry: tuple[Place, Any, Any]) -> tuple[Place, Any, Any]:
+            place, items, done = carry
+            item, after = self.item(place, end, size)
+            done = do(item, items, done)
+            return self.next(place, after), items + 1, done
+
+        zero = jnp.int32(0)
+        _, items, done = lax.while_loop(lambda carry: carry[0].at < end, one, (first, zero, zero))
+        return items, done
 
     def share(self) -> tuple[Place, Any, Any]:
         """(where this block begins, where it ends, length of every share)."""
