@@ -12,8 +12,8 @@ from hypothesis import settings
 os.environ.setdefault("NPROC", "8")
 
 pytest.register_assert_rewrite(
-    "acceptance", "acceptance_merge", "acceptance_varlen", "bad_input", "cases", "checks", "fmha_frontend", "gradients",
-    "jax_frontend", "torch_frontend",
+    "acceptance", "acceptance_merge", "acceptance_varlen", "bad_input", "cases", "checks", "fmha_frontend",
+    "format_kinds", "gradients", "jax_frontend", "shared_memory", "torch_frontend",
 )  # fmt: skip
 
 settings.register_profile(
