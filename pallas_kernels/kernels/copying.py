@@ -71,33 +71,25 @@ class Copying:
         self.ring = {name: smem[f"{name}{kind}"] for name in ("k", "v")}
 
     def run(self) -> None:
-        def copy(item: Item, items: Any, done: Any) -> Any:
-            self._copy_query(item, items)
-            return self._copy_keys(item, done)
-
-        items, done = self.line.walk(copy)
+        items, done = self.line.walk(self._copy_item)
         # The last slots are freed for nobody's next copy: their barriers are waited for here.
-        stages, slots = self.cfg.stages, self.cfg.q_slots
-        lax.fori_loop(jnp.maximum(done - stages, 0), done, lambda n, _: self._wait_freed(n), None)
-        lax.fori_loop(jnp.maximum(items - slots, 0), items, lambda n, _: self._wait_query(n), None)
+        lax.fori_loop(jnp.maximum(done - self.cfg.stages, 0), done, lambda n, _: self._wait_freed(n), None)
+        self._wait_query(when=items > 0)
 
     # --------------------------------------------------------------------------------------------- queries
 
-    def _wait_query(self, n: Any, when: Any = True) -> None:
-        """Until the n-th item's query has been read."""
-        slots = jnp.int32(self.cfg.q_slots)
-        pl.when(when)(lambda: plgpu.barrier_wait(self.smem["q_freed"].at[lax.rem(n + slots, slots)]))
+    def _wait_query(self, when: Any) -> None:
+        """Until the last item's query, and its place, are free."""
+        pl.when(when)(lambda: plgpu.barrier_wait(self.smem["q_freed"].at[0]))
 
     def _copy_query(self, item: Item, n: Any) -> None:
         """Each token's heads. A tile of fewer tokens takes its last one again: nothing beyond it is read. A single
         token, the common case, waits for no others."""
-        slots = self.cfg.q_slots
-        self._wait_query(n - slots, when=n >= slots)
-        slot, tiling = lax.rem(n, jnp.int32(slots)), self.cfg.work.tiling
-        filled = self.smem["q_filled"].at[slot]
+        self._wait_query(when=n > 0)
+        tiling, filled = self.cfg.work.tiling, self.smem["q_filled"].at[0]
         if self.cfg.q_direct:  # the copy engine fills the rows that a short group has not with zeros
             source = self.given["q"].at[item.token, item.head, pl.ds(_eights(item.g), 64)]
-            plgpu.copy_gmem_to_smem(source, self.smem["q"].at[slot], filled)
+            plgpu.copy_gmem_to_smem(source, self.smem["q"], filled)
             return
 
         def copy(t: int, filled: Any) -> None:
@@ -111,7 +103,7 @@ class Copying:
             @pl.when(item.tokens > 1)
             def _() -> None:
                 for t in range(1, tiling.tokens):
-                    copy(t, self.smem["q_rest"])
+                    copy(t, self.smem["q_rest"].at[0])
 
     # -------------------------------------------------------------------------------------- keys and values
 
@@ -124,9 +116,14 @@ class Copying:
             plgpu.barrier_wait(self.smem["k_freed"].at[slot])
             plgpu.barrier_wait(self.smem["v_freed"].at[slot])
 
-    def _copy_keys(self, item: Item, done: Any) -> Any:
-        """Copy an item's tiles; tiles done after it."""
+    def _copy_item(self, item: Item, items: Any, done: Any) -> Any:
+        """Copy an item's query and tiles; tiles done after it.
+
+        The first tiles come before the query: they find room while the item before is still computed, its query does
+        not.
+        """
         first, tiles = tile_range(item.low, item.high, self.cfg.work.key_tile)
+        ahead = min(self.cfg.stages, 2)
 
         def tile(n: Any, _: None) -> None:
             base = (first + n) * self.cfg.work.key_tile
@@ -140,8 +137,10 @@ class Copying:
                 self._copy_single_rows(item, self._position(item.b, base), slot)
             else:
                 self._copy_pages(item, base, pages, slot)
+            pl.when(n == ahead - 1)(lambda: self._copy_query(item, items))
 
         lax.fori_loop(0, tiles, tile, None)
+        pl.when(tiles < ahead)(lambda: self._copy_query(item, items))
         return done + tiles
 
     def _position(self, b: Any, key: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +20,12 @@ from .partials import Partials
 from .rows import with_sink
 from .work import CHUNK
 
-AT_ONCE = 16
-"""Accumulators in flight."""
-MOST_BLOCKS_PER_RECORD = 16
+AT_ONCE = 8
+"""Accumulators in flight. 16 take so many registers that few blocks fit on an SM: of 16 query tokens' rows the merge
+then takes 20 us (B32 Mk8192, 2026-12-01)."""
+FEW = 4
+"""Parts that most rows have at most: no more accumulators are loaded of those."""
+MOST_BLOCKS_PER_RECORD = 32
 """Blocks that share the rows of one record, under the automatic policy."""
 
 
@@ -66,8 +70,6 @@ class Merge:
         """The kernel: `reads` -> `writes`; out [rows, Dv] and lse are written in place."""
         scratch = {
             "staged": plgpu.SMEM((self.partials.width,), self.out_dtype),
-            "weights": plgpu.SMEM((CHUNK,), jnp.float32),
-            "totals": plgpu.SMEM((CHUNK,), jnp.float32),
             "lse_rows": plgpu.SMEM((CHUNK,), self.lse.dtype),
         }
 
@@ -105,83 +107,64 @@ class Merge:
 
             @pl.when(token < tokens)
             def _() -> None:
-                record = row * work.tiling.parts + lax.div(g, jnp.int32(work.tiling.heads))
-                parts = given["records"][record, 0]
-                merge = lambda: self._row(given, smem, row * partials.most, g, parts, token, head, g, tokens)  # noqa: E731
-                pl.when(parts > 1)(merge)
+                record = partials.record(token, head, g)
+                parts, t = given["records"][record, 0], given["records"][record, 1]
+                first = (row * partials.most, g)
+                stats = (
+                    partials.record(token - t, head, g) * partials.most,
+                    t * work.tiling.pitch + lax.rem(g, jnp.int32(work.tiling.heads)),
+                )
+                pl.when(parts > 1)(lambda: self._row(given, smem, first, stats, parts, token, head, g, tokens))
 
             return
         place, first = lax.div(block, jnp.int32(self._sharing)), lax.rem(block, jnp.int32(self._sharing))
-        parts = given["records"][place, 0]
+        parts, token, count, head, g = (given["records"][place, n] for n in range(5))
+        heads = work.tiling.heads
+
+        def one(n: Any, _: None) -> None:
+            r = first + n * self._sharing
+            t, h = lax.div(r, jnp.int32(heads)), lax.rem(r, jnp.int32(heads))
+            at = (place, t * work.tiling.pitch + h)
+            self._row(given, smem, (place, r), at, parts, token + t, head, g + h, tokens)
 
         @pl.when(parts > 1)
         def _() -> None:
-            token, count, head, g = (given["records"][place, n] for n in (1, 2, 3, 4))
-            heads = work.tiling.heads
-
-            def one(n: Any, _: None) -> None:
-                r = first + n * self._sharing
-                t, h = lax.div(r, jnp.int32(heads)), lax.rem(r, jnp.int32(heads))
-                self._row(given, smem, place, r, parts, token + t, head, g + h, tokens)
-
             lax.fori_loop(0, lax.div(count * heads - first + (self._sharing - 1), jnp.int32(self._sharing)), one, None)
 
     def _row(
-        self, given: Any, smem: Any, place: Any, row: Any, parts: Any, token: Any, head: Any, g: Any, tokens: Any
+        self, given: Any, smem: Any, first: Any, stats: Any, parts: Any, token: Any, head: Any, g: Any, tokens: Any
     ) -> None:
-        """Merge one query head's row: its parts' places begin at `place`."""
-        partials, stats = self.partials, given["stats"]
-        accumulators, heads = given["accumulators"], self.heads
-        layout = plgpu.Layout.WG_STRIDED((CHUNK,), 1)
+        """Merge one query head's row. first, stats: (place, row) of the first part's accumulator and statistics."""
+        partials, heads = self.partials, self.heads
         wide = plgpu.Layout.WG_STRIDED((partials.width,), partials.width // CHUNK)
-        behind = partials.parts(place, jnp.int32(1)) - 1  # the places of parts from the second on, less their numbers
-
-        def chunk(c: Any) -> tuple[Any, Any]:
-            """(maxima, sums) of parts c * CHUNK and on; a part without keys has maximum UNSEEN and sum 0."""
-            number = c * CHUNK + plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=layout)
-            found = []
-            for n, empty in ((0, UNSEEN), (1, 0.0)):
-                x = plgpu.load(stats.at[n, row, pl.ds(behind + c * CHUNK, CHUNK)], layout=layout, optimized=False)
-                x = jnp.where(number == 0, stats[n, row, place], x)
-                found.append(jnp.where(number < parts, x, empty))
-            return found[0], found[1]
-
-        def load(first: Any) -> tuple[Any, ...]:
-            """AT_ONCE accumulators; the last part's again beyond it, with weight 0: loads stay in bounds."""
-            places = [partials.parts(place, jnp.minimum(first + k, parts - 1)) for k in range(AT_ONCE)]
-            return tuple(plgpu.load(accumulators.at[p, row], layout=wide, optimized=False) for p in places)
-
-        def weigh(m: Any, l: Any) -> None:
-            weight = jnp.where(l == 0, 0.0, jnp.exp2(m - top))
-            smem["weights"][...], smem["totals"][...] = weight, l * weight
-            plgpu.commit_smem()
-
-        def add(at: Any, loaded: tuple[Any, ...], carry: tuple[Any, Any]) -> tuple[Any, Any]:
-            acc, total = carry
-            for k, x in enumerate(loaded):
-                acc, total = acc + x * smem["weights"][at + k], total + smem["totals"][at + k]
-            return acc, total
-
-        def rest(c: Any, skip: int, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-            """The parts of chunk c behind its first `skip` groups."""
-            steps = lax.div(jnp.minimum(parts - c * CHUNK, CHUNK) + (AT_ONCE - 1), jnp.int32(AT_ONCE))
-            one = lambda n, carry: add(n * AT_ONCE, load(c * CHUNK + n * AT_ONCE), carry)  # noqa: E731
-            return lax.fori_loop(skip, steps, one, carry)
-
-        # Most rows have few parts: the first ones' accumulators are on their way while the weights are formed.
-        m, l = chunk(jnp.int32(0))
-        loaded = load(jnp.int32(0))
-        chunks = lax.div(parts + (CHUNK - 1), jnp.int32(CHUNK))
-        top = lax.fori_loop(1, chunks, lambda c, top: jnp.maximum(top, chunk(c)[0].max()), m.max())
-        weigh(m, l)
         zero = plgpu.layout_cast(jnp.zeros((partials.width,), jnp.float32), wide)
-        carry = rest(jnp.int32(0), 1, add(jnp.int32(0), loaded, (zero, jnp.float32(0))))
 
-        def join(c: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-            weigh(*chunk(c))
-            return rest(c, 0, carry)
+        def join(at_once: int, n: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+            """The next parts; the last part's again beyond it, with weight 0: loads stay in bounds."""
+            acc, top, total = carry
+            numbers = [n * at_once + k for k in range(at_once)]
+            places = [jnp.minimum(k, parts - 1) for k in numbers]
+            loaded = []
+            for k in places:
+                at = partials.parts(first[0], k)
+                loaded.append(plgpu.load(given["accumulators"].at[at, first[1]], layout=wide, optimized=False))
+            maxima, sums = ([given["stats"][partials.parts(stats[0], k), x, stats[1]] for k in places] for x in (0, 1))
+            sums = [jnp.where(k < parts, x, 0.0) for k, x in zip(numbers, sums)]
+            # A part without keys has maximum UNSEEN, which is finite, and sum 0.
+            new = functools.reduce(jnp.maximum, maxima, top)
+            weights = [jnp.where(l == 0, 0.0, jnp.exp2(m - new)) for m, l in zip(maxima, sums)]
+            rescale = jnp.exp2(top - new)
+            acc, total = acc * rescale, total * rescale
+            for x, weight, l in zip(loaded, weights, sums):
+                acc, total = acc + x * weight, total + l * weight
+            return acc, new, total
 
-        acc, total = lax.fori_loop(1, chunks, join, carry)
+        def many(carry: Any) -> Any:
+            steps = lax.div(parts + (AT_ONCE - 1), jnp.int32(AT_ONCE))
+            return lax.fori_loop(0, steps, functools.partial(join, AT_ONCE), carry)
+
+        none = (zero, jnp.float32(UNSEEN), jnp.float32(0))
+        acc, top, total = lax.cond(parts <= FEW, functools.partial(join, FEW, parts * 0), many, none)
         if self.sinks:
             sink = given["sinks"][head, g].astype(jnp.float32) * math.log2(math.e)
             (acc,), top, total = with_sink((acc,), top, total, sink)
