@@ -134,6 +134,8 @@ class Copying:
             pages = self._pages(item.b, base) if self.storage.paged and not self.storage.restaged else []
             self._wait_freed(done + n - self.cfg.stages, when=done + n >= self.cfg.stages)
             slot = lax.rem(done + n, jnp.int32(self.cfg.stages))
+            if bias := self.cfg.bias:
+                bias.copy(item, base, self.given["bias"], self.smem.get("bias"), slot, self.smem["k_filled"])
             if not self.storage.paged:
                 self._copy_rows(item, base, slot)
             elif self.storage.restaged:

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import _compat
+from .bias import Bias
 from .copying import Copying, Storage
 from .lse import LsePlace
 from .partials import Partials
@@ -39,7 +40,7 @@ class Decode:
 
     q, out [tokens, kv_heads, group, D]; k, v as in `Storage`; q_start int32 [batch + 1], unless every sequence has
     `equal_queries`; k_len int32 [batch], unless every sequence has `equal_keys`; k_start int32 [batch];
-    block_table int32 [batch, pages_per_row]; sinks [kv_heads, group].
+    block_table int32 [batch, pages_per_row]; bias as in `Bias`; sinks [kv_heads, group].
     """
 
     work: Work
@@ -51,6 +52,7 @@ class Decode:
     lse: LsePlace
     scale: float
     softcap: float | None
+    bias: Bias | None
     sinks: bool
     storage: Storage
     split: bool
@@ -91,6 +93,7 @@ class Decode:
             "k_start": self.storage.anywhere,
             "k_len": work.equal_keys is None,
             "block_table": self.storage.paged,
+            "bias": self.bias is not None,
             "sinks": self.sinks,
             "count": work.counted,
             "sequences": work.counted and work.equal_queries is None,
@@ -143,9 +146,11 @@ class Decode:
                 found[name] = _compat.tiled((tile, dim), self.dtype, most)
             else:
                 found[name] = _compat.tiled((self.stages, tile, dim), self.dtype, most)
-            copies = self.storage.copies
+            copies = self.storage.copies + (self.bias.copies if self.bias and name == "k" else 0)
             found[f"{name}_filled"] = plgpu.Barrier(num_arrivals=copies, num_barriers=self.stages)
             found[f"{name}_freed"] = plgpu.Barrier(num_arrivals=self.computing, num_barriers=self.stages)
+        if self.bias:
+            found |= self.bias.scratch(self.stages, self.computing)
         if storage.restaged and storage.paged:
             found["pages"] = plgpu.SMEM((CHUNK,), jnp.int32)
         found["q_filled"] = plgpu.Barrier(num_barriers=self.q_slots)

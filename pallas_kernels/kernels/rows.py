@@ -64,6 +64,8 @@ class Computing:
         first, tiles = tile_range(item.low, item.high, self.cfg.work.key_tile)
         q = self.smem["q"].at[self._slot(n) if self.cfg.q_direct else 0]
         bounds = self._bounds(item)
+        if bias := self.cfg.bias:
+            bias.prepare(item, self.given["bias"], self.smem.get(f"bias{self.warpgroup}"))
         zeros = lambda *shape: jnp.zeros(shape, jnp.float32)  # noqa: E731
         carry = (
             tuple(plgpu.layout_cast(zeros(ROWS, width), plgpu.Layout.WGMMA) for _, width in self.columns),
@@ -117,6 +119,9 @@ class Computing:
         if not self.cfg.storage.restaged:
             plgpu.barrier_arrive(smem["k_freed"].at[slot])
         s, unit = self._score(s)
+        if bias := self.cfg.bias:  # read before the values of its slot are freed
+            rows = smem["bias"].at[slot] if bias.by_key else smem[f"bias{self.warpgroup}"]
+            s, unit = bias.add(s, unit, rows), 1.0
         s = self._masked(s, base, item, bounds)
         new = jnp.maximum(m, s.max(axis=1) * unit)
         rescale = jnp.exp2(m - new)
