@@ -41,7 +41,7 @@ class Bias:
         if dtype == "float64":
             return "a float64 bias (accepted: float32, bfloat16, float16)"
         if shape[4] > 1 and shape[4] * jnp.dtype(dtype).itemsize % 16:
-            return f"a bias with rows of {shape[4]} keys in {dtype} (accepted: multiples of 16 bytes, or one for all keys)"
+            return f"a bias of {shape[4]} keys in {dtype} (accepted: rows of a multiple of 16 bytes, or of one number)"
         return None
 
     @property
