@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 import jax
 
 from . import tuning
+from .kernels.bias import Bias
 from .kernels.copying import Storage
 from .kernels.decode import Decode
 from .kernels.lse import LsePlace
@@ -110,7 +111,6 @@ def unsupported(problem: Problem) -> list[str]:
         ),
         (not dims, f"head_dim {p.head_dim}, of values {p.value_dim} (accepted: {HEAD_DIMS}, or the pair {MLA_DIMS})"),
         (not 1 <= p.group <= MAX_GROUP, f"{p.group} query heads share a KV head (accepted: 1 to {MAX_GROUP})"),
-        (p.bias is not None, "an array bias"),
         (p.sinks == "float64", "float64 sinks"),
         (
             p.queries > MAX_TOKENS_PER_SEQUENCE * p.batch,
@@ -122,6 +122,8 @@ def unsupported(problem: Problem) -> list[str]:
         ),
     ]
     found = [text for wrong, text in checks if wrong]
+    if p.bias is not None and (refused := Bias.refused(p.bias, p.bias_dtype)):
+        found.append(refused)
     if not found and _one_token(p) and not _direct(p):
         found.append(f"{p.group} query heads a KV head at head_dim {p.head_dim} (accepted: 1 to 8, multiples of 8)")
     if not found:
@@ -173,6 +175,7 @@ def program(problem: Problem, target: Target, counted: bool = False) -> Program:
         "k_start": ((p.batch,), "int32"),
         "k_len": ((p.batch,), "int32"),
         "block_table": ((p.batch, decode.storage.pages_per_row or 0), "int32"),
+        "bias": (p.bias or (), p.bias_dtype),
         "sinks": ((p.kv_heads, p.group), p.sinks or "float32"),
         "count": ((1,), "int32"),
         "sequences": ((1,), "int32"),
@@ -201,8 +204,9 @@ def _direct(p: Problem) -> bool:
 
 
 def _shares_of_block(p: Problem) -> int:
-    """Two where shared memory holds the tiles of both; several tokens' queries take the room of a second one."""
-    return 2 if max(p.head_dim, p.value_dim) <= 128 and _tiling(p).tokens == 1 and _direct(p) else 1
+    """Two where shared memory holds the tiles of both; several tokens' queries, or an array bias, take the room."""
+    small = max(p.head_dim, p.value_dim) <= 128
+    return 2 if small and _tiling(p).tokens == 1 and _direct(p) and p.bias is None else 1
 
 
 def _decode(p: Problem, target: Target, counted: bool) -> Decode:
@@ -245,6 +249,7 @@ def _decode(p: Problem, target: Target, counted: bool) -> Decode:
         lse=LsePlace(p.lse_dtype, p.kv_heads * p.group, None if p.lse_rows == 1 else p.queries // p.lse_rows),
         scale=p.scale,
         softcap=p.softcap,
+        bias=None if p.bias is None else Bias(p.bias, p.bias_dtype, tiling, tile),
         sinks=bool(p.sinks),
         storage=storage,
         split=policy.automatic or policy.most(p.max_keys) > 1,
@@ -285,6 +290,7 @@ def run(problem: Problem, target: Target, x: Operands) -> tuple[jax.Array, jax.A
         "k_start": x.nf.k_start,
         "k_len": x.nf.k_len,
         "block_table": x.nf.block_table,
+        "bias": x.bias,
         "sinks": x.sinks,
     }
     values: dict[str, Any] = given

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import _compat
+from .bias import Bias
 from .copying import Copying, Storage
 from .lse import LsePlace
 from .partials import Partials
@@ -56,7 +57,7 @@ class Decode:
 
     q, out [tokens, kv_heads, group, D]; k, v as in `Storage`; q_start int32 [batch + 1], unless every sequence has
     `equal_queries`; k_len int32 [batch], unless every sequence has `equal_keys`; k_start int32 [batch];
-    block_table int32 [batch, pages_per_row]; sinks [kv_heads, group].
+    block_table int32 [batch, pages_per_row]; bias as in `Bias`; sinks [kv_heads, group].
     """
 
     work: Work
@@ -68,6 +69,7 @@ class Decode:
     lse: LsePlace
     scale: float
     softcap: float | None
+    bias: Bias | None
     sinks: bool
     storage: Storage
     split: bool
@@ -102,6 +104,10 @@ class Decode:
     def dims(self) -> dict[str, int]:
         return {"k": self.head_dim, "v": self.value_dim}
 
+    def swizzle(self, name: str) -> int:
+        """Of the tiles of keys or of values, which are multiplied in steps of a swizzle's keys."""
+        return _compat.swizzle(2 * self.dims[name], 128 if name == "k" else 2 * self.work.key_tile)
+
     @property
     def reads(self) -> tuple[str, ...]:
         """The inputs' names, in order."""
@@ -114,6 +120,7 @@ class Decode:
             "k_start": self.storage.anywhere,
             "k_len": work.equal_keys is None,
             "block_table": self.storage.paged,
+            "bias": self.bias is not None,
             "sinks": self.sinks,
             "count": work.counted,
             "sequences": work.counted and work.equal_queries is None,
@@ -160,16 +167,14 @@ class Decode:
         storage, tile, shares = self.storage, self.work.key_tile, self.shares
         found: dict[str, Any] = {"q": _compat.tiled((shares, ROWS, self.head_dim), self.dtype)}
         for name, dim in self.dims.items():
-            most = 128 if name == "k" else 2 * tile  # values are multiplied in steps of a swizzle's keys
             if storage.restaged:
-                # A copy's target lies at a multiple of 128 bytes.
-                pitch = -(-dim // 64) * 64 if storage.paged else dim
-                raw = (shares, self.stages, tile, pitch)
-                found[f"{name}_raw"] = _compat.by_rows(raw, self.dtype, pitch == dim)
-                found[name] = _compat.tiled((shares, tile, dim), self.dtype, most)
+                found[f"{name}_raw"] = _compat.by_rows((shares, self.stages, tile, dim), self.dtype)
+                found[name] = _compat.tiled((shares, tile, dim), self.dtype, self.swizzle(name))
             else:
-                found[name] = _compat.tiled((shares, self.stages, tile, dim), self.dtype, most)
-        if storage.restaged and storage.paged:
+                found[name] = _compat.tiled((shares, self.stages, tile, dim), self.dtype, self.swizzle(name))
+        if self.bias:
+            found["bias"] = self.bias.scratch(shares, self.stages, self.computing)
+        if storage.gathered:
             found["pages"] = plgpu.SMEM((shares, CHUNK), jnp.int32)
         if not self.q_direct:
             found["q_raw"] = plgpu.SMEM((shares, ROWS, self.head_dim), self.dtype)
@@ -183,16 +188,16 @@ class Decode:
         found["lse_rows"] = plgpu.SMEM((shares, CHUNK), self.lse.dtype)
         found["stats"] = plgpu.SMEM((shares, 2, ROWS), jnp.float32)
         found["final_stats"] = plgpu.SMEM((shares, 2, CHUNK), jnp.float32)
-        for name, (number, arrivals) in self._barriers.items():
+        for name, (number, arrivals) in self._barriers(interpret).items():
             found[name] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=shares * number)
         return found
 
-    @property
-    def _barriers(self) -> dict[str, tuple[int, int]]:
+    def _barriers(self, interpret: bool) -> dict[str, tuple[int, int]]:
         """(number, arrivals) of each share's barriers."""
         found = {"q_filled": (1, 1), "q_freed": (1, self.computing)}
         for name in ("k", "v"):
-            found[f"{name}_filled"] = (self.stages, self.storage.copies)
+            copies = self.storage.arrivals(interpret) + (self.bias.copies if self.bias and name == "k" else 0)
+            found[f"{name}_filled"] = (self.stages, copies)
             found[f"{name}_freed"] = (self.stages, self.computing)
         if self.work.tiling.tokens > 1:
             found["q_rest"] = (1, self.work.tiling.tokens - 1)
@@ -201,7 +206,7 @@ class Decode:
     @property
     def shared_memory(self) -> int:
         """Bytes of a block, barriers and reductions included."""
-        total = 2048
+        total = 4096
         for kind in {**self._of_block(), **self._of_share(interpret=False)}.values():
             if not isinstance(kind, plgpu.Barrier):
                 total += -(-math.prod(kind.shape) * jnp.dtype(kind.dtype).itemsize // 1024) * 1024
@@ -219,10 +224,12 @@ class Decode:
         which = lax.rem(warpgroup, jnp.int32(self.shares))
         number = which * self.work.blocks + lax.axis_index("block")
 
+        barriers = self._barriers(interpret)
+
         def of_share(name: str, ref: Any) -> Any:
             if name in self._of_block():
                 return ref
-            return Slots(ref, which * self._barriers[name][0]) if name in self._barriers else ref.at[which]
+            return Slots(ref, which * barriers[name][0]) if name in barriers else ref.at[which]
 
         smem = {name: of_share(name, ref) for name, ref in smem.items()}
         line = Line(self.work, given, smem, number)

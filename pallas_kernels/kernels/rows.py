@@ -55,6 +55,8 @@ class Computing:
         self._take_query(item)
         first, tiles = tile_range(item.low, item.high, self.cfg.work.key_tile)
         bounds = self._bounds(item)
+        if bias := self.cfg.bias:
+            bias.prepare(item, self.given["bias"], None if bias.by_key else self.smem["bias"].at[self.warpgroup])
         zeros = lambda *shape: jnp.zeros(shape, jnp.float32)  # noqa: E731
         carry = (
             tuple(plgpu.layout_cast(zeros(ROWS, width), plgpu.Layout.WGMMA) for _, width in self.columns),
@@ -108,6 +110,8 @@ class Computing:
         if not self.cfg.storage.restaged:
             plgpu.barrier_arrive(smem["k_freed"].at[slot])
         s, unit = self._score(s)
+        if bias := self.cfg.bias:  # read before the values of its slot are freed
+            s, unit = bias.add(s, unit, smem["bias"].at[slot if bias.by_key else self.warpgroup]), 1.0
         s = self._masked(s, base, item, bounds)
         new = jnp.maximum(m, s.max(axis=1) * unit)
         rescale = jnp.exp2(m - new)

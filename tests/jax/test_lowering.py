@@ -101,7 +101,8 @@ def test_the_jitted_function_is_the_programs_kernels_and_nothing_else(storage):
     "change,reason",
     [
         (dict(head_dim=48, value_dim=48), "head_dim"), (dict(value_dim=40), "head_dim"), (dict(group=129), "129"),
-        (dict(bias=(1, 1, 1, 1, 8)), "bias"), (dict(sinks="float64"), "sinks"),
+        (dict(bias=(1, 1, 1, 1, 9)), "9 keys"), (dict(bias=(1, 1, 1, 1, 8), bias_dtype="float64"), "float64 bias"),
+        (dict(sinks="float64"), "sinks"),
         (dict(q_dtype="float32", key_format="float32"), "dtype"), (dict(key_format="int4/int32"), "low-bit"),
         (dict(queries=65), "query tokens"), (dict(out_dtype="float8_e4m3fn"), "output"),
         (dict(batch=5000, queries=5000), "5000 sequences"), (dict(head_dim=512, value_dim=512, group=12), "12 query"),
