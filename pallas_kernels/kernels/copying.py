@@ -123,12 +123,17 @@ class Copying:
     def _copy_item(self, item: Item, items: Any, done: Any) -> Any:
         """Copy an item's query and tiles; tiles done after it.
 
-        The first tiles come before the query: they find room while the item before is still computed, its query does
-        not.
+        Its first tiles come before the query: they find room while the item before is still computed, the query does
+        not. Not so the first item's.
         """
         first, tiles = tile_range(item.low, item.high, self.cfg.work.key_tile)
         ahead = min(self.cfg.stages, 2)
         pending = self.cfg.stages - 1  # of gathered tiles, beside the one that is waited for
+
+        def query(when: Any) -> None:
+            pl.when(when)(lambda: self._copy_query(item, items))
+
+        query(items == 0)
 
         def tile(n: Any, _: None) -> None:
             base = (first + n) * self.cfg.work.key_tile
@@ -148,14 +153,14 @@ class Copying:
             else:
                 self._gather_rows(item, self._position(item.b, base), window, slot)
                 pl.when(n >= pending)(lambda: self._gathered(done + n - pending, pending))
-            pl.when(n == ahead - 1)(lambda: self._copy_query(item, items))
+            query((n == ahead - 1) & (items > 0))
 
         lax.fori_loop(0, tiles, tile, None)
         if self.storage.gathered and not self.interpret:
             # All of them: the next query waits for this item, which waits for its last tile.
             for n in range(pending, 0, -1):
                 pl.when(tiles >= n)(functools.partial(self._gathered, done + tiles - n, n - 1))
-        pl.when(tiles < ahead)(lambda: self._copy_query(item, items))
+        query((tiles < ahead) & (items > 0))
         return done + tiles
 
     def _slot(self, n: Any) -> Any:

@@ -98,7 +98,7 @@ class Decode:
     @property
     def columns(self) -> int:
         """Columns of the output that are staged at once: as many as the values' swizzle has."""
-        return min(self.value_dim, 64 if self.value_dim <= 256 else 32)
+        return self.swizzle("v") // 2
 
     @property
     def dims(self) -> dict[str, int]:

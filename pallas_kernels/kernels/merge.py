@@ -20,11 +20,10 @@ from .partials import Partials
 from .rows import with_sink
 from .work import CHUNK
 
-AT_ONCE = 8
-"""Accumulators in flight. 16 take so many registers that few blocks fit on an SM: of 16 query tokens' rows the merge
-then takes 20 us (B32 Mk8192, 2026-12-01)."""
-FEW = 4
-"""Parts that most rows have at most: no more accumulators are loaded of those."""
+AT_ONCE, FEW = 4, 2
+"""Accumulators in flight, and parts that most rows have at most: no more are loaded of those. More in flight take so
+many registers that few blocks fit on an SM. Merge of B32 Mk8192 with (8, 4) 4.1 us, with (4, 2) 2.6; of 16 query tokens
+15.8 and 10.5; of B1 Mk8192, whose rows have 17 parts, 3.0 and 3.4 (2026-12-01)."""
 MOST_BLOCKS_PER_RECORD = 32
 """Blocks that share the rows of one record, under the automatic policy."""
 
@@ -168,12 +167,18 @@ class Merge:
         if self.sinks:
             sink = given["sinks"][head, g].astype(jnp.float32) * math.log2(math.e)
             (acc,), top, total = with_sink((acc,), top, total, sink)
-        smem["staged"][...] = (acc / jnp.where(total > 0, total, 1)).astype(self.out_dtype)
+        out = (acc / jnp.where(total > 0, total, 1)).astype(self.out_dtype)
+        query_head = head * partials.group + g
+        target = given["out"].at[token * heads + query_head]
+        staged = partials.width != partials.value_dim
+        if staged:
+            smem["staged"][...] = out
+        else:
+            _compat.store(target, out)
         # As a vector of equal rows: float64 arithmetic is one text for decode and for this.
         smem["lse_rows"][...] = self.lse.value(*(jnp.zeros((CHUNK,), jnp.float32) + x for x in (top, total)))
         plgpu.commit_smem()
-        query_head = head * partials.group + g
-        target = given["out"].at[token * heads + query_head]
-        plgpu.copy_smem_to_gmem(smem["staged"].at[pl.ds(0, partials.value_dim)], target)
         given["lse"][self.lse.place(token, query_head, tokens)] = smem["lse_rows"][0]
-        plgpu.wait_smem_to_gmem(0)
+        if staged:
+            plgpu.copy_smem_to_gmem(smem["staged"].at[pl.ds(0, partials.value_dim)], target)
+            plgpu.wait_smem_to_gmem(0)
