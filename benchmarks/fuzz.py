@@ -239,31 +239,13 @@ def expected(c: dict[str, Any], sequences: list[tuple[Any, ...]], sinks: Any) ->
 
 def mask_of(c: dict[str, Any], a: dict[str, Any]) -> Any:
     """The call's `attn_bias`: an array where it has one."""
-    from pallas_kernels import masks
+    from .mask_choice import mask_of
 
     if a["bias"] is not None:
         return a["bias"]
-    window = c["window"] or (None, None)
-    causal = window == (None, 0)
-    if c["storage"] in ("padded", "odd"):
-        if causal:
-            return masks.BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens(a["q_lens"], a["slot"], a["k_lens"])
-        if window == (None, None):
-            return masks.BlockDiagonalPaddedKeysMask.from_seqlens(a["q_lens"], a["slot"], a["k_lens"])
-        cls = masks.BlockDiagonalLocalAttentionPaddedKeysMask
-        return cls.from_seqlens_local(a["q_lens"], a["slot"], a["k_lens"], *window)
-    if c["storage"] == "gappy":
-        cls = masks.BlockDiagonalCausalWithOffsetGappyKeysMask if causal else masks.BlockDiagonalGappyKeysMask
-        return cls.from_seqlens(a["q_lens"], [*a["starts"], a["rows"]], a["k_lens"])
-    if c["storage"] == "paged gappy":
-        cls = masks.PagedBlockDiagonalGappyKeysMask
-        if causal:
-            cls = masks.PagedBlockDiagonalCausalWithOffsetGappyKeysMask
-        return cls.from_seqlens(a["q_lens"], a["starts"], a["k_lens"], a["table"], a["page"])
-    cls = masks.PagedBlockDiagonalPaddedKeysMask
-    if causal:
-        cls = masks.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
-    return cls.from_seqlens(a["q_lens"], a["k_lens"], a["table"], a["page"])
+    starts = a["starts"] if "gappy" in str(c["storage"]) else None
+    return mask_of(a["q_lens"], a["k_lens"], window=c["window"], slot=a["slot"], rows=a["rows"], starts=starts,
+                   table=a["table"], page_size=a["page"])  # fmt: skip
 
 
 def calls(numbers: list[int], draws: int, seed: int, backend: str = "hopper") -> Any:

@@ -1,8 +1,8 @@
 """A merge of partial results without gradient: launched on torch's current stream, or through JAX.
 
 A launch needs no JAX call, no copy and no synchronisation. The kernel of a call is compiled for its numbers of
-queries, heads and chunks, and for the batch itself where that is a power of two, else for the next one, the true
-number being read from device memory. What a call needs beside its tensors is settled once for each signature.
+queries, heads and chunks, and for the batch itself where that is a capacity of `launch`, else for the next one, the
+true number being read from device memory. What a call needs beside its tensors is settled once for each signature.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+import os
 import struct
 from collections.abc import Hashable, Sequence
 from functools import reduce
@@ -53,11 +54,11 @@ def _launched(
     if plan is None:
         plan = _file(key, attn, lse, write_lse, output_dtype, device)
     if isinstance(plan, str):
-        _route._warn_once(plan)
+        _route.warn_once(plan)
         return None
     addresses = plan.chunks.addresses(attn)
     if reduce(operator.or_, addresses) % ALIGNED_TO:
-        _route._warn_once(f"attn_split: a chunk at an address that is not a multiple of {ALIGNED_TO} bytes")
+        _route.warn_once(f"attn_split: a chunk at an address that is not a multiple of {ALIGNED_TO} bytes")
         return None
     return plan.run([*addresses, *plan.lses.addresses(lse)])
 
@@ -94,10 +95,10 @@ class Plan:
         made = program(kernel)
         (launched,) = made.launches
         self._device, self._index = device, device.index
-        self._out = launch._empty_like(call.shape, call.out_dtype)
-        self._lse = launch._empty_like(call.lse_shape, call.lse_dtypes[0]) if call.write_lse else None
-        self._count = [launch._numbers(device.index).data_ptr() + 4 * call.shape[0]] if kernel.counted else []
-        self._enqueue = launch._enqueue(made, launched, device.index)
+        self._out = launch.contiguous(call.shape, call.out_dtype)
+        self._lse = launch.contiguous(call.lse_shape, call.lse_dtypes[0]) if call.write_lse else None
+        self._count = [launch.numbers_on(device.index).data_ptr() + 4 * call.shape[0]] if kernel.counted else []
+        self._enqueue = launch.loaded(made, launched, device.index)
         self._pack = struct.Struct(f"{len(launched.reads) + len(launched.writes)}Q").pack
         count, shape = len(call.chunk_dtypes), call.shape
         self.chunks = _operands(call.chunks_stacked, kernel.chunks_stacked, count, shape, call.chunk_dtypes[0])
@@ -135,7 +136,7 @@ def kernel_of(call: Merge) -> MergeChunks:
         return call.kernel()
     listed = dataclasses.replace(call, chunks_stacked=False, lses_stacked=False)
     batch = call.shape[0]
-    capacity = launch._next_power_of_two(batch)
+    capacity = launch.capacity(batch)
     return listed.kernel() if batch == capacity or batch > launch.MOST_TOKENS else listed.kernel(capacity)
 
 
@@ -167,4 +168,4 @@ def _after_fork() -> None:
     _plans.clear()
 
 
-launch.os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)

@@ -51,7 +51,7 @@ def answer(
             assert lse is not None
             return written, lse
         if backend == "auto":
-            _warn_once(why)
+            warn_once(why)
     elif backend == "auto":
         backend = "chunked"  # the tensors' device decides, not what else there is
     return _call.run(lambda *arrays: attention.run(*build(*arrays), backend), *arguments)
@@ -140,5 +140,5 @@ def _launch_reasons(problem: Problem, arguments: tuple[Any, ...], tensors: Tenso
 
 
 @functools.cache
-def _warn_once(why: str) -> None:
+def warn_once(why: str) -> None:
     warnings.warn(f"the call goes through JAX, not to the kernels directly: {why}", FallbackWarning, stacklevel=5)

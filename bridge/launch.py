@@ -26,6 +26,7 @@ import torch
 from pallas_kernels.errors import ArgumentError, DeviceError
 from pallas_kernels.problem import Layout, Problem
 from pallas_kernels.program import Launch, Program, Target, program, resolve, unsupported
+from pallas_kernels.sizes import power_of_two
 
 from . import _mosaic, cache
 
@@ -88,13 +89,13 @@ class Plan:
         self.calls = 0
         self.room = problem.max_keys
         """Keys that a sequence may have."""
-        self._out = _empty_like(layout.out, problem.out_dtype)
-        self._lse = _empty_like(layout.lse, problem.lse_dtype)
+        self._out = contiguous(layout.out, problem.out_dtype)
+        self._lse = contiguous(layout.lse, problem.lse_dtype)
         workspaces = [b for b in made.buffers if b.role == "workspace"]
         *self._offsets, self._workspace = _offsets(
             [math.prod(b.shape) * getattr(torch, b.dtype).itemsize for b in workspaces]
         )
-        numbers = _numbers(device.index).data_ptr()
+        numbers = numbers_on(device.index).data_ptr()
         fits = math.prod(layout.lse) * self._lse[2].itemsize <= SINK_BYTES
         self._sink = numbers + SINK_OFFSET if fits else None
         self._counts = (numbers + 4 * problem.queries, numbers + 4 * problem.batch)
@@ -106,7 +107,7 @@ class Plan:
         for launch in made.launches:
             operands = (*launch.reads, *launch.writes)
             pick = operator.itemgetter(*(place[name] for name in operands))
-            self._launches.append((_enqueue(made, launch, device.index), pick, struct.Struct(f"{len(operands)}Q").pack))
+            self._launches.append((loaded(made, launch, device.index), pick, struct.Struct(f"{len(operands)}Q").pack))
 
     def run(
         self, addresses: Sequence[int], want_lse: bool = True, out: torch.Tensor | None = None
@@ -167,7 +168,7 @@ def plan_of(
     return Plan(problem, layout, names, made, device)
 
 
-def _empty_like(shape: Sequence[int], dtype: str) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+def contiguous(shape: Sequence[int], dtype: str) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
     """Shape, strides and dtype of a new contiguous tensor."""
     strides = [math.prod(shape[n + 1 :]) for n in range(len(shape))]
     return tuple(shape), tuple(strides), getattr(torch, dtype)
@@ -226,12 +227,8 @@ sequences than there are takes shared memory."""
 
 def capacity(count: int) -> int:
     """The power of four that holds a count: few kernels are compiled, and idle blocks cost little."""
-    bits = max(count - 1, 0).bit_length()
-    return 1 << (bits + bits % 2)
-
-
-def _next_power_of_two(count: int) -> int:
-    return 1 << max(count - 1, 0).bit_length()
+    power = power_of_two(count)
+    return power if power.bit_length() % 2 else 2 * power
 
 
 # ------------------------------------------------------------------------------------------------- kernels
@@ -264,7 +261,7 @@ def compiled() -> tuple[CompiledKernel, ...]:
     return tuple(_compiled)
 
 
-def _enqueue(made: Program, launch: Launch, device: int) -> _mosaic.Enqueue:
+def loaded(made: Program, launch: Launch, device: int) -> _mosaic.Enqueue:
     """The loaded kernel of a launch."""
     inputs = tuple((buffer.shape, buffer.dtype) for buffer in map(made.buffer, launch.reads))
     key = (launch.kernel, inputs, device)
@@ -310,7 +307,7 @@ SINK_OFFSET = -(-4 * (MOST_TOKENS + 1) // ALIGNMENT) * ALIGNMENT
 _tables: dict[int, torch.Tensor] = {}
 
 
-def _numbers(device: int) -> torch.Tensor:
+def numbers_on(device: int) -> torch.Tensor:
     """0, 1, 2, ... on a device, the sink behind them: a count that a kernel reads is the address of its entry."""
     found = _tables.get(device)
     if found is None:

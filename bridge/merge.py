@@ -21,7 +21,7 @@ def merge_attentions(
 
     On a Hopper GPU, contiguous chunks that the kernel covers are merged by one launch on the current stream, without
     JAX's CUDA client; others go through JAX, with one `FallbackWarning` for each reason. A kernel is compiled for the
-    numbers of chunks, queries and heads, and for batches up to a power of two.
+    numbers of chunks, queries and heads, and for batches up to a power of four.
     """
     chunks = [x for part in (attn_split, lse_split) for x in (part if isinstance(part, (list, tuple)) else (part,))]
     if library.needed(chunks):

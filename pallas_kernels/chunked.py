@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from .masks import key_row, visible, visible_range
 from .problem import Operands, Problem
 from .sharding import vary_like
+from .sizes import power_of_two
 from .softmax import FP8_BLOCK, finish, fp8_pv, score, take, take_keys
 
 MAX_TILE = 64
@@ -185,7 +186,7 @@ def _sink_gradient(
 def _tile_length(problem: Problem) -> int:
     """About the mean query count of a sequence, so that tiles of N sequences hold at most thrice the real rows."""
     mean = -(-problem.queries // problem.batch)
-    return min(MAX_TILE, 1 << (mean - 1).bit_length())
+    return min(MAX_TILE, power_of_two(mean))
 
 
 def _block_length(problem: Problem) -> int:

@@ -27,7 +27,7 @@ def reasons(problem: Problem, backend: str) -> list[str]:
     if backend == "reference":
         return [] if problem.value_dim else ["value head_dim 0"]
     if backend in ("hopper", "interpret"):
-        found = [*_machine(backend), *program.unsupported(problem)]
+        found = [*machine_reasons(backend), *program.unsupported(problem)]
         if backend == "interpret" and _pool() < (needed := program.warpgroups(problem)):
             found.append(f"the interpreter needs {needed} threads and XLA has {_pool()}: set NPROC=8 before JAX starts")
         return found
@@ -40,7 +40,7 @@ def _pool() -> int:
 
 
 @functools.cache
-def _machine(backend: str) -> list[str]:
+def machine_reasons(backend: str) -> list[str]:
     """Why this machine cannot run the kernels as `backend` does."""
     if backend == "interpret":
         return [] if jax.default_backend() == "cpu" else ["the interpreter runs on the CPU only"]
@@ -55,7 +55,7 @@ def choose(problem: Problem, backend: str, x: Operands | None = None) -> str:
 
     Operands that are known to lie on a CPU are served there, whatever other devices there are.
     """
-    if backend == "auto" and x is not None and _on_cpu(x.q):
+    if backend == "auto" and x is not None and on_cpu(x.q):
         return "chunked"
     if backend != "auto":
         why = reasons(problem, backend)
@@ -66,17 +66,17 @@ def choose(problem: Problem, backend: str, x: Operands | None = None) -> str:
     if not why:
         return "hopper"
     if jax.default_backend() == "gpu":
-        _warn_once("a GPU is present but `chunked` serves the call: " + "; ".join(why))
+        warn_once("a GPU is present but `chunked` serves the call: " + "; ".join(why))
     return "chunked"
 
 
-def _on_cpu(q: Any) -> bool:
+def on_cpu(q: Any) -> bool:
     concrete = isinstance(q, jax.Array) and not isinstance(q, jax.core.Tracer)
     return concrete and all(device.platform == "cpu" for device in q.devices())
 
 
 @functools.cache
-def _warn_once(text: str) -> None:
+def warn_once(text: str) -> None:
     warnings.warn(text, FallbackWarning, stacklevel=4)
 
 

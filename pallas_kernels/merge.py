@@ -82,13 +82,13 @@ def _choose(call: Merge, backend: str, attn: Arrays) -> str:
     if backend == "plain":
         return backend
     if backend == "auto":
-        if jax.default_backend() != "gpu" or dispatch._on_cpu(attn[0]):
+        if jax.default_backend() != "gpu" or dispatch.on_cpu(attn[0]):
             return "plain"
-        why = [*dispatch._machine("hopper"), *call.unsupported()]
+        why = [*dispatch.machine_reasons("hopper"), *call.unsupported()]
         if why:
-            dispatch._warn_once("a GPU is present but plain XLA merges: " + "; ".join(why))
+            dispatch.warn_once("a GPU is present but plain XLA merges: " + "; ".join(why))
         return "plain" if why else "hopper"
-    why = [*dispatch._machine(backend), *call.unsupported()]
+    why = [*dispatch.machine_reasons(backend), *call.unsupported()]
     if why:
         raise UnsupportedError(f"backend: {backend!r} cannot serve this merge: " + "; ".join(why))
     return backend

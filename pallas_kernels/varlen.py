@@ -30,6 +30,7 @@ from .problem import (
     static_int,
     store,
 )
+from .sizes import power_of_two
 
 
 class AuxRequest(NamedTuple):
@@ -153,7 +154,7 @@ def build(
     _check_lengths(nf, seqused_k, cu_seq_k, max_q, max_k, query.shape[0], key_rows, page_size)
     splits = check_splits(num_splits, split_size)
     row_capacity = key_rows if block_table is None else nf.block_table.shape[1] * (page_size or 1)
-    max_keys = 1 << max(max_k - 1, 0).bit_length()  # callers pass the maximum: few values compile
+    max_keys = power_of_two(max_k)  # callers pass the maximum: few values compile
     whole_pages = -(-max_keys // (page_size or 1)) * (page_size or 1)
     group = heads // kv_heads if kv_heads else 1
     problem = Problem(

@@ -1,5 +1,7 @@
 """The acceptance tables of MSLK's attention suites and of PyTorch's varlen suite: what both front ends must pass.
 
+Here attention itself; `acceptance_merge` joins partial results, `acceptance_varlen` is `varlen_attn`.
+
 One `check_...` a row, with the row's own tolerance; the lists beside it are fixed representatives of the row's ranges
 that hold each extreme at least once, and share shapes, since compiling dominates. A row that varies operator classes
 varies `num_splits` here. A frontend is what `checks` describes and further has: `masks`, the module of mask classes;
@@ -41,6 +43,31 @@ def attend(q, k, v, *, scale, visible=None, bias=None):
     with np.errstate(divide="ignore"):
         lse = np.where(total == 0, -np.inf, top[..., 0] + np.log(total))
     return out.transpose(1, 0, 2), lse
+
+
+def attend_gradients(q, k, v, d_out, *, scale, visible=None, dtype="float64"):
+    """out, dq, dk, dv of one sequence, every intermediate array rounded to dtype; shapes as `attend`."""
+    work = np.float64 if dtype == "float64" else np.float32
+
+    def rounded(x):
+        return x.astype(oracle.DTYPES[dtype]).astype(work)
+
+    group = q.shape[1] // k.shape[1]
+    q, k, v, d_out = (np.asarray(x, work).swapaxes(0, 1) for x in (q, k, v, d_out))  # [H, L, D]
+    k, v = (np.repeat(x, group, 0) for x in (k, v))
+    scores = rounded(rounded(q @ k.swapaxes(1, 2)) * scale)
+    if visible is not None:
+        scores = np.where(visible, scores, -np.inf)
+    top = scores.max(-1, initial=-np.inf, keepdims=True)
+    p = np.exp(scores - np.where(np.isfinite(top), top, 0))
+    p = rounded(p / np.where(p.sum(-1) == 0, 1, p.sum(-1))[..., None])
+    out = rounded(p @ v)
+    d_p = rounded(d_out @ v.swapaxes(1, 2))
+    d_s = rounded(p * (d_p - (p * d_p).sum(-1, keepdims=True)))
+    d_s = rounded(d_s * scale)
+    d_q, d_k, d_v = d_s @ k, d_s.swapaxes(1, 2) @ q, p.swapaxes(1, 2) @ d_out
+    d_k, d_v = (x.reshape(-1, group, *x.shape[1:]).sum(1) for x in (d_k, d_v))
+    return tuple(x.swapaxes(0, 1) for x in (out, rounded(d_q), rounded(d_k), rounded(d_v)))
 
 
 def packed(q, k, v, q_lens, positions, visible, *, scale=None):
@@ -560,369 +587,3 @@ def check_empty(frontend, batch, q_len, k_len):
     np.testing.assert_array_equal(frontend.numpy(out), 0)
     for gradient, shape in zip(gradients, shapes, strict=True):
         np.testing.assert_array_equal(frontend.numpy(gradient), np.zeros(shape))
-
-
-# Merging
-
-SELF_MERGE = [  # B, Mk, G (None: BMHK), H
-    (13, 5, 1, 11),
-    (13, 5, 7, 11),
-    (13, 5, None, 11),
-    (1, 100000, 1, 1),
-]
-
-
-def check_merge_with_itself(frontend, batch, k_len, groups, heads, seed=0):
-    """The same output and LSE + ln 2, from a list or stacked, with and without the LSE; dtypes stay."""
-    rng = np.random.default_rng(seed)
-    q_len, dim = 3, 128
-    lead, shared = ((heads,), (1,)) if groups is None else ((groups, heads), (groups, 1))
-    q, k, v = (
-        cases.round_f32(3 * rng.random((batch, m, *h, dim), np.float32), "bfloat16")
-        for m, h in ((q_len, lead), (k_len, shared), (k_len, shared))
-    )
-    query = frontend.array(q, "bfloat16")
-    k, v = (frontend.share_heads(frontend.array(x, "bfloat16"), query) for x in (k, v))
-    out32, lse1 = partial(frontend, query, k, v)
-    assert frontend.dtype_of(out32) == "float32"
-    assert tuple(out32.shape) == (batch, q_len, *lead, dim) and tuple(lse1.shape) == (batch, *lead, q_len)
-    variants = [("float32", True, True), ("bfloat16", False, False)]
-    for dtype, as_list, write_lse in variants if heads == 1 else [(d, not a, w) for d, a, w in variants]:
-        out1 = frontend.cast(out32, dtype)
-        outs, lses = [out1, out1], [lse1, lse1]
-        if not as_list:
-            outs, lses = (frontend.stack(x) for x in (outs, lses))
-        out, lse = frontend.merge(outs, lses, write_lse=write_lse)
-        assert frontend.dtype_of(out) == dtype and out.shape == out1.shape
-        close(frontend.numpy(out), frontend.numpy(out1), 1e-3, 1e-3)
-        if not write_lse:
-            assert lse is None
-            continue
-        assert frontend.dtype_of(lse) == frontend.dtype_of(lse1) and lse.shape == lse1.shape
-        close(frontend.numpy(lse), frontend.numpy(lse1) + math.log(2), 1e-3, 1e-3)
-
-
-def check_partial_paged(frontend, groups, seed=1):
-    """128 sequences that all look at one page; shapes of out and LSE."""
-    rng = np.random.default_rng(seed)
-    batch, heads, dim, page_size = 128, 8, 128, 256
-    lead, shared = ((heads,), (1,)) if groups == 1 else ((groups, heads), (groups, 1))
-    k_lens = [1] + [100] * (batch - 1)
-    arguments = {"q_seqlen": [1] * batch, "kv_seqlen": k_lens, "block_tables": [[0]] * batch, "page_size": page_size}
-    q, k, v = (draw(rng, (1, m, *h, dim), "bfloat16") for m, h in ((batch, lead), (256, shared), (256, shared)))
-    k[:, 100:] = v[:, 100:] = np.nan
-    query = frontend.array(q, "bfloat16")
-    keys, values = (frontend.share_heads(frontend.array(x, "bfloat16"), query) for x in (k, v))
-    out, lse = partial(frontend, query, keys, values, frontend.mask(CLASSES[7], arguments))
-    assert frontend.dtype_of(out) == "float32"
-    assert tuple(out.shape) == (1, batch, *lead, dim)
-    assert tuple(lse.shape) == (1, *lead, batch)
-    q, k, v = (cases.flat_heads(x)[0] for x in (q, k, v))
-    want, want_lse = packed(q, k, v, [1] * batch, [np.arange(n) for n in k_lens], [None] * batch)
-    close(frontend.numpy(out), want.reshape(out.shape), *cases.TOLERANCES["float32"])
-    close(frontend.numpy(lse), want_lse.reshape(lse.shape), *cases.LSE_TOLERANCE)
-
-
-CHUNKED_DECODING = [(128, 160, 2, 2, False, 1), (1, 8192, 1, 1, True, 32)]  # B, MAX_T, G, Mq, list, splits
-
-
-def check_chunked_decoding(frontend, batch, max_t, groups, q_len, as_list, splits, seed=1):
-    """Attention to ten chunks of the keys, merged, against attention to all of them; float32 partials."""
-    rng = np.random.default_rng(seed)
-    heads, dim, chunks = 8, 128, 10
-    lead, shared = ((heads,), (1,)) if groups == 1 else ((groups, heads), (groups, 1))
-    step = -(-max_t // chunks)
-    edges = [min(n * step, max_t) for n in range(chunks + 1)]
-    k_lens = rng.integers(edges[-2] + q_len, max_t, batch).tolist()
-    q = frontend.array(draw(rng, (1, batch * q_len, *lead, dim), "bfloat16"), "bfloat16")
-    kv = [draw(rng, (batch, max_t, *shared, dim), "bfloat16") for _ in "kv"]
-
-    def attend_to(first, last, mask_class):
-        lens = [min(max(n - first, 0), last - first) for n in k_lens]
-        arguments = {"q_seqlen": [q_len] * batch, "kv_padding": last - first, "kv_seqlen": lens}
-        part = (frontend.array(x[:, first:last].reshape(1, -1, *shared, dim), "bfloat16") for x in kv)
-        part = (frontend.share_heads(x, q) for x in part)
-        return partial(frontend, q, *part, frontend.mask(mask_class, arguments), num_splits=splits)
-
-    parts = [attend_to(a, b, CLASSES[0]) for a, b in itertools.pairwise(edges[:-1])]
-    parts.append(attend_to(*edges[-2:], CLASSES[1]))
-    assert all(frontend.dtype_of(out) == "float32" for out, _ in parts)
-    outs, lses = ([part[n] for part in parts] for n in (0, 1))
-    if not as_list:
-        outs, lses = (frontend.stack(x) for x in (outs, lses))
-    out, lse = frontend.merge(outs, lses)
-    whole_out, whole_lse = attend_to(0, max_t, CLASSES[1])
-    close(frontend.numpy(out), frontend.numpy(whole_out), 1e-3, 1e-3)
-    close(frontend.numpy(lse), frontend.numpy(whole_lse), 1e-3, 1e-3)
-
-
-def check_shared_prefix(frontend, max_t=8192, gqa=True, splits=32, seed=1):
-    """20 tokens that two of three sequences share are attended to once."""
-    rng = np.random.default_rng(seed)
-    groups, heads, dim, shared = 2, 16, 128, 20
-    lengths, starts = [30, 35, 40], [shared, max_t + shared, 2 * max_t, 3 * max_t]
-    q = frontend.array(draw(rng, (1, 3, groups, heads, dim), "bfloat16"), "bfloat16")
-    kv = []
-    for _ in "kv":  # only what some mask below may read holds numbers
-        x = np.full((3, max_t, groups, 1 if gqa else heads, dim), np.nan, np.float32)
-        for b, n in enumerate(lengths):
-            x[b, :n] = draw(rng, x[b, :n].shape, "bfloat16")
-        x[1, :shared] = x[0, :shared]
-        kv.append(frontend.share_heads(frontend.array(x.reshape(1, -1, *x.shape[2:]), "bfloat16"), q))
-    ones, counts = [1, 1, 1], [10, 15, 40]
-    masks = [
-        frontend.mask(CLASSES[1], {"q_seqlen": ones, "kv_padding": max_t, "kv_seqlen": lengths}),
-        frontend.mask(CLASSES[0], {"q_seqlen": [2, 1], "kv_padding": max_t, "kv_seqlen": [shared, 0]}),
-        frontend.mask(CLASSES[4], {"q_seqlen": ones, "kv_seqstarts": starts, "kv_seqlen": counts}),
-    ]
-    whole, *parts = (partial(frontend, q, *kv, mask, num_splits=splits) for mask in masks)
-    assert tuple(parts[0][0].shape) == (1, 3, groups, heads, dim)
-    assert tuple(parts[0][1].shape) == (1, groups, heads, 3)
-    np.testing.assert_array_equal(frontend.numpy(parts[0][1])[..., 2], -np.inf)
-    out, lse = frontend.merge(*([p[n] for p in parts] for n in (0, 1)), output_dtype=q.dtype)
-    assert frontend.dtype_of(out) == "bfloat16"
-    close(frontend.numpy(out), frontend.numpy(whole[0]), 2e-3, 1e-2)
-    close(frontend.numpy(lse), frontend.numpy(whole[1]), 1e-3, 1e-3)
-
-
-MERGE_VS_FORMULA = [  # MSLK's `test_merge_attentions_against_ref`: 16 chunks [B, M, (G,) H, D]
-    cases.MergeCase("merge-16-12-137-8", 16, (12, 137, 8, 128)),
-    cases.MergeCase("merge-16-1-137-2x8", 16, (1, 137, 2, 8, 128)),
-]
-
-
-def check_merge_vs_formula(frontend, case, seed=1):
-    inputs = cases.make_merge_inputs(case, seed)
-    outs, lses = (frontend.array(inputs[name], "float32") for name in ("outs", "lses"))
-    for result, want in zip(frontend.merge(outs, lses), oracle.merge(**inputs), strict=True):
-        close(frontend.numpy(result), want, 1e-4, 1e-4)
-
-
-def check_training_merge(frontend, seed=1):
-    """Gradients through two merged halves against those of the whole, and both against float64."""
-    rng = np.random.default_rng(seed)
-    length, dim, split = 50, 128, 25
-    *arrays, weights = (cases.round_f32(3 * rng.random((1, length, 1, dim)), "bfloat16") for _ in range(4))
-
-    def whole(q, k, v):
-        return frontend.api.memory_efficient_attention(q, k, v, backend=BACKEND)
-
-    def merged(q, k, v):
-        parts = [partial(frontend, q, k[:, keys], v[:, keys]) for keys in (slice(0, split), slice(split, length))]
-        return frontend.merge(*([p[n] for p in parts] for n in (0, 1)), output_dtype=q.dtype)[0]
-
-    def run(function):
-        low = (frontend.array(x, "bfloat16") for x in arrays)
-        out, gradients = frontend.vjp(function, list(low), frontend.array(weights, "bfloat16"))
-        return frontend.numpy(out), [frontend.numpy(x) for x in gradients]
-
-    out, gradients = run(whole)
-    truth, *truths = attend_gradients(*(x[0] for x in arrays), weights[0], scale=dim**-0.5)
-    close(out[0], truth, *cases.TOLERANCES["bfloat16"])
-    other, others = run(merged)
-    close(other, out, 1e-3, 0.1)
-    for mine, plain, exact in zip(others, gradients, truths, strict=True):
-        close(mine, plain, 0.9, 0.1)
-        close(mine[0], exact, 0.1, 0.1)
-
-
-# varlen
-
-
-def attend_gradients(q, k, v, d_out, *, scale, visible=None, dtype="float64"):
-    """out, dq, dk, dv of one sequence, every intermediate array rounded to dtype; shapes as `attend`."""
-    work = np.float64 if dtype == "float64" else np.float32
-
-    def rounded(x):
-        return x.astype(oracle.DTYPES[dtype]).astype(work)
-
-    group = q.shape[1] // k.shape[1]
-    q, k, v, d_out = (np.asarray(x, work).swapaxes(0, 1) for x in (q, k, v, d_out))  # [H, L, D]
-    k, v = (np.repeat(x, group, 0) for x in (k, v))
-    scores = rounded(rounded(q @ k.swapaxes(1, 2)) * scale)
-    if visible is not None:
-        scores = np.where(visible, scores, -np.inf)
-    top = scores.max(-1, initial=-np.inf, keepdims=True)
-    p = np.exp(scores - np.where(np.isfinite(top), top, 0))
-    p = rounded(p / np.where(p.sum(-1) == 0, 1, p.sum(-1))[..., None])
-    out = rounded(p @ v)
-    d_p = rounded(d_out @ v.swapaxes(1, 2))
-    d_s = rounded(p * (d_p - (p * d_p).sum(-1, keepdims=True)))
-    d_s = rounded(d_s * scale)
-    d_q, d_k, d_v = d_s @ k, d_s.swapaxes(1, 2) @ q, p.swapaxes(1, 2) @ d_out
-    d_k, d_v = (x.reshape(-1, group, *x.shape[1:]).sum(1) for x in (d_k, d_v))
-    return tuple(x.swapaxes(0, 1) for x in (out, rounded(d_q), rounded(d_k), rounded(d_v)))
-
-
-def varlen_dense():
-    """PyTorch's varlen against dense attention: (window, dtype, KV heads, scale, query lengths, key lengths)."""
-    found = []
-    for n, window in enumerate(cases.VARLEN_WINDOWS):
-        q_lens, k_lens = [64, 192, 64, 128], [64, 192, 64, 128]
-        if window in ((-1, 0), (4, 4), (0, -1)):
-            q_lens, k_lens = [64, 128, 64, 192], [192, 64, 128, 64]
-        if window == (1025, 1025):
-            q_lens = k_lens = [1024, 64]
-        kv_heads, scale = (16, 4)[n // 2 % 2], (None, 0.1)[n % 3 == 1]
-        found.append((window, ("float16", "bfloat16")[n % 2], kv_heads, scale, q_lens, k_lens))
-    return found
-
-
-def check_varlen_dense(frontend, window, dtype, kv_heads, scale, q_lens, k_lens, seed=0):
-    """Output and gradients at most twice as far from the float32 answer as dense attention in the low precision.
-
-    As in PyTorch's suite the gradients are those of the tokens, from which linear maps make queries, keys and values.
-    """
-    rng = np.random.default_rng(seed)
-    heads, dim = 16, 64
-    shapes = [(sum(q_lens), heads, dim), *[(sum(k_lens), kv_heads, dim)] * 2, (sum(q_lens), heads, dim)]
-    q, k, v, d_out = (draw(rng, shape, dtype) for shape in shapes)
-    cu_q, cu_k = (np.cumsum([0, *lens]).astype(np.int32) for lens in (q_lens, k_lens))
-
-    def attend_to(q, k, v):
-        return frontend.api.varlen_attn(
-            q, k, v, frontend.array(cu_q, "int32"), frontend.array(cu_k, "int32"), max(q_lens), max(k_lens),
-            scale=scale, window_size=window, enable_gqa=heads != kv_heads, backend=BACKEND,
-        )  # fmt: skip
-
-    arrays = [frontend.array(x, dtype) for x in (q, k, v)]
-    out, gradients = frontend.vjp(attend_to, arrays, frontend.array(d_out, dtype))
-    assert frontend.dtype_of(out) == dtype
-    found = [frontend.numpy(x) for x in (out, *gradients)]
-    left, right = (None if w < 0 else w for w in window)
-    golden, low = ([[], [], [], []] for _ in range(2))
-    for b in range(len(q_lens)):
-        rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
-        visible = visible_window(q_lens[b], k_lens[b], left, right)
-        for target, rounding in ((golden, "float32"), (low, dtype)):
-            results = attend_gradients(
-                q[rows], k[keys], v[keys], d_out[rows],
-                scale=dim**-0.5 if scale is None else scale, visible=visible, dtype=rounding,
-            )  # fmt: skip
-            for part, result in zip(target, results, strict=True):
-                part.append(result)
-    exact, plain = ([np.concatenate(x) for x in results] for results in (golden, low))
-    maps = [rng.standard_normal((h * dim, 64)) / 32 for h in (heads, kv_heads, kv_heads)]
-
-    def compared(results):
-        """The output and the gradients of the tokens; those of queries apart where they are others than the keys'."""
-        out, *gradients = results
-        d_q, d_k, d_v = (x.reshape(len(x), -1) @ m for x, m in zip(gradients, maps, strict=True))
-        return [out, d_q + d_k + d_v] if q_lens == k_lens else [out, d_q, d_k + d_v]
-
-    for truth, *results in zip(*(compared(x) for x in (exact, found, plain)), strict=True):
-        mine, dense_low = (np.abs(oracle.round_to(x, dtype) - truth).max() for x in results)
-        x = truth.astype(np.float32)
-        slack = 2 * np.abs(x + np.float32(0.3) - np.float32(0.3) - x).max()
-        assert mine <= 2 * dense_low + slack
-
-
-def visible_window(q_len, k_len, left, right):
-    """`oracle.visible_table("window", ...)` by whole arrays."""
-    diagonal = np.arange(q_len)[:, None] + k_len - q_len
-    j = np.arange(k_len)[None, :]
-    visible = np.ones((q_len, k_len), bool)
-    if left is not None:
-        visible &= j >= diagonal - left
-    if right is not None:
-        visible &= j <= diagonal + right
-    return visible
-
-
-INVARIANCE_WINDOWS = [(-1, -1), (-1, 0), (1025, 1025), (384, 0)]
-
-
-def varlen_alone_and_in_batch(frontend, window, dtype="bfloat16", seed=0):
-    """One sequence of 512 with `num_splits=1`, alone and beside one of 1024: two outputs [512, 2, 128]."""
-    rng = np.random.default_rng(seed)
-    q, k, v = (draw(rng, (1536, 2, 128), dtype) for _ in "qkv")
-    outs = []
-    for lens in ([512], [512, 1024]):
-        cu = frontend.array(np.cumsum([0, *lens]), "int32")
-        arrays = (frontend.array(x[: sum(lens)], dtype) for x in (q, k, v))
-        out = frontend.api.varlen_attn(
-            *arrays, cu, cu, max(lens), max(lens), window_size=window, num_splits=1, backend=BACKEND
-        )
-        outs.append(frontend.numpy(out)[:512])
-    left, right = (None if w < 0 else w for w in window)
-    visible = visible_window(512, 512, left, right)
-    want, _ = attend(q[:512], k[:512], v[:512], scale=128**-0.5, visible=visible)
-    close(outs[0], want, *cases.TOLERANCES[dtype])
-    return outs
-
-
-USED_LENGTHS = [[32, 64, 96, 48], [1, 1, 1, 1], [128, 128, 128, 128], [1, 128, 1, 128], [127, 63, 33, 17]]
-SLOT, CACHE_HEADS, CACHE_DIM = 128, 8, 64
-
-
-def cache_inputs(lengths, dtype, seed=0):
-    """One query each of four sequences and their slots of 128 keys, NaN beyond the used length."""
-    rng = np.random.default_rng(seed)
-    q = draw(rng, (4, CACHE_HEADS, CACHE_DIM), dtype)
-    kv = [draw(rng, (4, SLOT, CACHE_HEADS, CACHE_DIM), dtype) for _ in "kv"]
-    for x in kv:
-        for b, n in enumerate(lengths):
-            x[b, n:] = np.nan
-    return q, *kv
-
-
-def call_varlen_cache(frontend, q, k, v, cu_k, dtype, function=None, **tables):
-    """varlen_attn of four single queries -> numpy out; tables: seqused_k, block_table as numpy."""
-    tables = {name: frontend.array(np.asarray(x), "int32") for name, x in tables.items()}
-    q, k, v = (frontend.array(x, dtype) for x in (q, k, v))
-    cu_q, cu_k = (frontend.array(np.asarray(x), "int32") for x in (range(5), cu_k))
-    function = function or frontend.api.varlen_attn
-    return frontend.numpy(function(q, k, v, cu_q, cu_k, 1, SLOT, backend=BACKEND, **tables))
-
-
-def unpadded(frontend, lengths, q, k, v, dtype):
-    """The same by packed keys, without seqused_k (NaN behind the last sequence)."""
-    packed_kv = []
-    for x in (k, v):
-        rows = np.full((4 * SLOT, *x.shape[2:]), np.nan, np.float32)
-        rows[: sum(lengths)] = np.concatenate([x[b, :n] for b, n in enumerate(lengths)])
-        packed_kv.append(rows)
-    return call_varlen_cache(frontend, q, *packed_kv, np.cumsum([0, *lengths]), dtype)
-
-
-def check_seqused_k(frontend, lengths, dtype="bfloat16", seed=0):
-    q, k, v = cache_inputs(lengths, dtype, seed)
-    slots = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
-    out = call_varlen_cache(frontend, q, *slots, SLOT * np.arange(5), dtype, seqused_k=lengths)
-    assert not np.isnan(out).any()
-    close(out, unpadded(frontend, lengths, q, k, v, dtype), 1e-5, 1.6e-2)
-    flat = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
-    positions = [np.arange(SLOT * b, SLOT * b + n) for b, n in enumerate(lengths)]
-    want, _ = packed(q, *flat, [1] * 4, positions, [None] * 4)
-    close(out, want, *cases.TOLERANCES[dtype])
-
-
-def check_block_table(frontend, page_size, lengths, function=None, dtype="bfloat16", seed=0):
-    """Randomly permuted pages, junk entries behind the last used one, against no pages."""
-    q, k, v = cache_inputs(lengths, dtype, seed)
-    row_pages = SLOT // page_size if page_size <= SLOT else 1
-    pages = np.random.default_rng(seed).permutation(4 * row_pages)
-    pools = []
-    for x in (k, v):
-        padded = np.full((4, row_pages * page_size, *x.shape[2:]), np.nan, np.float32)
-        padded[:, :SLOT] = x
-        pool = np.full((4 * row_pages, page_size, *x.shape[2:]), np.nan, np.float32)
-        pool[pages] = padded.reshape(-1, page_size, *x.shape[2:])
-        pools.append(pool)
-    table = pages.reshape(4, row_pages)
-    table = cases.poison_table(table, cases.used_pages(lengths, [0] * 4, page_size, table.shape))
-    cu_k = SLOT * np.arange(5)
-    out = call_varlen_cache(frontend, q, *pools, cu_k, dtype, function, seqused_k=lengths, block_table=table)
-    slots = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
-    want = call_varlen_cache(frontend, q, *slots, cu_k, dtype, seqused_k=lengths)
-    assert not np.isnan(out).any()
-    close(out, want, 1e-5, 1.6e-2)
-
-
-def call_gqa(frontend, kv_heads, enable_gqa, dtype="bfloat16", seed=0):
-    rng = np.random.default_rng(seed)
-    q, k, v = (draw(rng, (8, h, 64), dtype) for h in (16, kv_heads, kv_heads))
-    cu = frontend.array(np.array([0, 8]), "int32")
-    arrays = (frontend.array(x, dtype) for x in (q, k, v))
-    out = frontend.api.varlen_attn(*arrays, cu, cu, 8, 8, enable_gqa=enable_gqa, backend=BACKEND)
-    return frontend.numpy(out), attend(q, k, v, scale=64**-0.5)[0]

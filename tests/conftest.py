@@ -12,8 +12,9 @@ from hypothesis import settings
 os.environ.setdefault("NPROC", "8")
 
 pytest.register_assert_rewrite(
-    "acceptance", "bad_input", "cases", "checks", "fmha_frontend", "gradients", "jax_frontend", "torch_frontend"
-)
+    "acceptance", "acceptance_merge", "acceptance_varlen", "bad_input", "cases", "checks", "fmha_frontend", "gradients",
+    "jax_frontend", "torch_frontend",
+)  # fmt: skip
 
 settings.register_profile(
     "suite",

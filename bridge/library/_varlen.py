@@ -9,7 +9,7 @@ import torch
 
 from pallas_kernels.errors import DTypeError, GradientError, ShapeError
 
-from .. import _flat, _gradients, _route
+from .. import _flat, _gradients, _route, _varlen_out
 from ._registry import (
     GRADS,
     QKV,
@@ -110,20 +110,13 @@ def _fake(
 
 
 def _real_out(out: torch.Tensor, *args: Any, formats: str, **options: Any) -> torch.Tensor:
-    from ..varlen import _check_out  # the public function's own; it is what imports this
-
     *first, cu_seq_q, cu_seq_k, max_q, max_k, used, table, sinks, coefficients = args
     query, key, value = _flat.restore_formats(first, coefficients or (), formats)
-    _check_out(out, query, key, value, cu_seq_q, cu_seq_k, used, table, sinks)
+    _varlen_out.check(out, query, key, value, cu_seq_q, cu_seq_k, used, table, sinks)
     call = (query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, used, table, sinks)
-    direct = out if out.is_contiguous() and out.data_ptr() % 16 == 0 else None  # a kernel writes it itself
-    answer = functools.partial(_route.answer, out=direct)
+    answer = functools.partial(_route.answer, out=_varlen_out.direct(out))
     result, lse = _flat.attend_varlen(*call, answer=answer, **options)
-    if result is out:
-        return lse
-    # On a GPU the number of rows in use is not read back: the rest is written too, as zeros.
-    used = query.shape[0] if query.is_cuda else int(cu_seq_q[-1])
-    out[:used].copy_(result[:used])
+    _varlen_out.fill(out, result, query, cu_seq_q)
     return lse
 
 

@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..kernels.work import key_tile
+from ..sizes import power_of_two
+
 FOLDER = Path(__file__).parent
 _SHARED_BYTES = 200 * 1024
 """Of a block's shared memory, what key and value tiles may take."""
-_KEYS = 128
-"""Of one tile."""
 _forced: list[Tuning] = []
 
 
@@ -31,7 +32,8 @@ class Tuning:
 
 def candidates(problem: Any) -> list[Tuning]:
     """What is worth measuring for a `Problem`."""
-    tile = 2 * _KEYS * problem.head_dim * 2
+    dims = problem.head_dim, problem.value_dim
+    tile = key_tile(*dims) * sum(dims) * 2
     return [Tuning(stages) for stages in range(2, max(2, min(8, _SHARED_BYTES // tile)) + 1)]
 
 
@@ -40,7 +42,7 @@ def key(problem: Any) -> str:
     p = problem
     storage = "slots" if p.page_size is None else f"page{p.page_size}"
     tokens = -(-p.queries // max(p.batch, 1))
-    sizes = "-".join(f"{name}{_power(n)}" for name, n in (("b", p.batch), ("m", tokens), ("keys", p.max_keys)))
+    sizes = "-".join(f"{name}{power_of_two(n)}" for name, n in (("b", p.batch), ("m", tokens), ("keys", p.max_keys)))
     splits = "auto" if p.num_splits is p.split_size is None else f"splits{p.num_splits}" if p.num_splits else "every"
     formats = p.q_dtype if p.key_format == p.q_dtype else f"{p.q_dtype}-{p.key_format}"
     return f"{formats}-d{p.head_dim}-kv{p.kv_heads}-g{p.group}-{storage}-{splits}-{sizes}"
@@ -75,11 +77,6 @@ def read(device_name: str) -> dict[str, dict[str, int]]:
         return json.loads(path(device_name).read_text())
     except FileNotFoundError:
         return {}
-
-
-def _power(count: int) -> int:
-    """The power of two that holds a count."""
-    return 1 << max(count - 1, 0).bit_length()
 
 
 __all__ = ["Tuning", "candidates", "forced", "key", "path", "read", "stored"]

@@ -7,6 +7,7 @@ import pytest
 from fmha_frontend import Frontend, splitk
 
 import acceptance
+import acceptance_merge
 
 any_op, split_k = Frontend(), Frontend(strict=True)
 early_exit = Frontend(strict=True, base=type("EarlyExit", (splitk.FwOp,), {"SPLIT_K_EARLY_EXIT": True}))
@@ -97,25 +98,25 @@ def test_empty(name, frontend):
     acceptance.check_empty(frontend, *acceptance.EMPTY[name])
 
 
-@pytest.mark.parametrize("case", acceptance.SELF_MERGE[1:], ids=str)
+@pytest.mark.parametrize("case", acceptance_merge.SELF_MERGE[1:], ids=str)
 def test_merge_with_itself(case):
-    acceptance.check_merge_with_itself(split_k, *case)
+    acceptance_merge.check_merge_with_itself(split_k, *case)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_partial_paged(groups):
-    acceptance.check_partial_paged(split_k, groups)
+    acceptance_merge.check_partial_paged(split_k, groups)
 
 
-@pytest.mark.parametrize("case", acceptance.CHUNKED_DECODING, ids=str)
+@pytest.mark.parametrize("case", acceptance_merge.CHUNKED_DECODING, ids=str)
 def test_chunked_decoding(case):
-    acceptance.check_chunked_decoding(split_k, *case)
+    acceptance_merge.check_chunked_decoding(split_k, *case)
 
 
 def test_shared_prefix():
-    acceptance.check_shared_prefix(any_op)
+    acceptance_merge.check_shared_prefix(any_op)
 
 
-@pytest.mark.parametrize("case", acceptance.MERGE_VS_FORMULA[1:], ids=str)
+@pytest.mark.parametrize("case", acceptance_merge.MERGE_VS_FORMULA[1:], ids=str)
 def test_merge_vs_formula(case):
-    acceptance.check_merge_vs_formula(split_k, case)
+    acceptance_merge.check_merge_vs_formula(split_k, case)

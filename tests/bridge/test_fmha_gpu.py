@@ -10,6 +10,7 @@ import torch
 from fmha_frontend import Frontend
 
 import acceptance
+import acceptance_merge
 import cases
 from bridge import fmha
 from bridge.fmha import attn_bias as ab
@@ -169,12 +170,12 @@ def test_empty(name, frontend):
 @pytest.mark.parametrize("k_len", [5, 100000])
 @pytest.mark.parametrize(("groups", "heads"), [(1, 11), (7, 1), (1, 1), (7, 11), (None, 11)])
 def test_merge_with_itself(groups, heads, k_len):
-    acceptance.check_merge_with_itself(split_k, 13, k_len, groups, heads)
+    acceptance_merge.check_merge_with_itself(split_k, 13, k_len, groups, heads)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_partial_paged(groups):
-    acceptance.check_partial_paged(split_k, groups)
+    acceptance_merge.check_partial_paged(split_k, groups)
 
 
 @pytest.mark.parametrize("as_list", [False, True], ids=["stacked", "list"])
@@ -182,18 +183,18 @@ def test_partial_paged(groups):
 @pytest.mark.parametrize("q_len", [1, 2])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_chunked_decoding(groups, q_len, splits, as_list):
-    acceptance.check_chunked_decoding(split_k, 128, 8192, groups, q_len, as_list, splits)
+    acceptance_merge.check_chunked_decoding(split_k, 128, 8192, groups, q_len, as_list, splits)
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["MHA", "GQA"])
 @pytest.mark.parametrize("splits", [None, 1, 32])
 def test_shared_prefix(splits, shared):
-    acceptance.check_shared_prefix(any_op, gqa=shared, splits=splits)
+    acceptance_merge.check_shared_prefix(any_op, gqa=shared, splits=splits)
 
 
 @pytest.mark.parametrize("shape", [(12, 137, 8, 128), (12, 137, 1, 8, 128), (12, 137, 2, 8, 128)], ids=str)
 def test_merge_vs_formula(shape):
-    acceptance.check_merge_vs_formula(split_k, cases.MergeCase("merge", 16, shape))
+    acceptance_merge.check_merge_vs_formula(split_k, cases.MergeCase("merge", 16, shape))
 
 
 # What only a GPU shows

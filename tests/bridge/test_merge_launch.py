@@ -47,12 +47,12 @@ def drawn(n, shape, dtypes=("float32",), lse_dtypes=("float64",), empty=0.2, see
 # -------------------------------------------------------------------------------------------------- anywhere
 
 
-def test_batches_between_powers_of_two_share_a_kernel():
-    forms = {_merge_launch.kernel_of(dataclasses.replace(CALL, shape=(n, 3, 4, 64))) for n in (5, 6, 7)}
+def test_batches_between_capacities_share_a_kernel():
+    forms = {_merge_launch.kernel_of(dataclasses.replace(CALL, shape=(n, 3, 4, 64))) for n in (5, 8, 15)}
     (kernel,) = forms
-    assert kernel.counted and kernel.batch == 8 and not kernel.chunks_stacked
-    exact = _merge_launch.kernel_of(dataclasses.replace(CALL, shape=(8, 3, 4, 64)))
-    assert not exact.counted and exact.batch == 8
+    assert kernel.counted and kernel.batch == 16 and not kernel.chunks_stacked
+    exact = _merge_launch.kernel_of(dataclasses.replace(CALL, shape=(16, 3, 4, 64)))
+    assert not exact.counted and exact.batch == 16
 
 
 def test_more_chunks_than_operands_stay_stacked():
@@ -86,8 +86,8 @@ def interpreted(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(launch, "_enqueue", enqueue)
-    monkeypatch.setattr(launch, "_numbers", lambda device: numbers)
+    monkeypatch.setattr(launch, "loaded", enqueue)
+    monkeypatch.setattr(launch, "numbers_on", lambda device: numbers)
     monkeypatch.setattr(launch, "current_device", lambda: None)
     monkeypatch.setattr(launch, "raw_stream", lambda device: 0)
     yield

@@ -5,6 +5,8 @@ import jax
 import pytest
 
 import acceptance
+import acceptance_merge
+import acceptance_varlen
 import cases
 import checks
 import jax_frontend as frontend
@@ -108,58 +110,58 @@ def test_empty(name):
 # MSLK: merging
 
 
-@pytest.mark.parametrize("case", acceptance.SELF_MERGE, ids=str)
+@pytest.mark.parametrize("case", acceptance_merge.SELF_MERGE, ids=str)
 def test_merge_with_itself(case):
-    acceptance.check_merge_with_itself(frontend, *case)
+    acceptance_merge.check_merge_with_itself(frontend, *case)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_partial_paged(groups):
-    acceptance.check_partial_paged(frontend, groups)
+    acceptance_merge.check_partial_paged(frontend, groups)
 
 
-@pytest.mark.parametrize("case", acceptance.CHUNKED_DECODING, ids=str)
+@pytest.mark.parametrize("case", acceptance_merge.CHUNKED_DECODING, ids=str)
 def test_chunked_decoding(case):
-    acceptance.check_chunked_decoding(frontend, *case)
+    acceptance_merge.check_chunked_decoding(frontend, *case)
 
 
 def test_shared_prefix():
-    acceptance.check_shared_prefix(frontend)
+    acceptance_merge.check_shared_prefix(frontend)
 
 
-@pytest.mark.parametrize("case", acceptance.MERGE_VS_FORMULA, ids=str)
+@pytest.mark.parametrize("case", acceptance_merge.MERGE_VS_FORMULA, ids=str)
 def test_merge_vs_formula(case):
-    acceptance.check_merge_vs_formula(frontend, case)
+    acceptance_merge.check_merge_vs_formula(frontend, case)
 
 
 def test_training_merge():
-    acceptance.check_training_merge(frontend)
+    acceptance_merge.check_training_merge(frontend)
 
 
 # PyTorch: varlen
 
 
-@pytest.mark.parametrize("case", acceptance.varlen_dense(), ids=lambda case: f"window{case[0]}")
+@pytest.mark.parametrize("case", acceptance_varlen.varlen_dense(), ids=lambda case: f"window{case[0]}")
 def test_varlen_vs_dense_attention(case):
-    acceptance.check_varlen_dense(frontend, *case)
+    acceptance_varlen.check_varlen_dense(frontend, *case)
 
 
-@pytest.mark.parametrize("window", acceptance.INVARIANCE_WINDOWS, ids=str)
+@pytest.mark.parametrize("window", acceptance_varlen.INVARIANCE_WINDOWS, ids=str)
 def test_varlen_batch_invariance_within_tolerance(window):
     """Same bits are promised by the kernels only; `chunked` promises the tolerance."""
-    alone, in_batch = acceptance.varlen_alone_and_in_batch(frontend, window)
+    alone, in_batch = acceptance_varlen.varlen_alone_and_in_batch(frontend, window)
     checks.close(in_batch, alone, 1e-5, 1.6e-2)
 
 
-@pytest.mark.parametrize("lengths", acceptance.USED_LENGTHS, ids=str)
+@pytest.mark.parametrize("lengths", acceptance_varlen.USED_LENGTHS, ids=str)
 def test_varlen_seqused_k(lengths):
-    acceptance.check_seqused_k(frontend, lengths)
+    acceptance_varlen.check_seqused_k(frontend, lengths)
 
 
 @pytest.mark.parametrize("page_size", [32, 64, 128, 256])
 def test_varlen_block_table(page_size):
-    for lengths in acceptance.USED_LENGTHS:
-        acceptance.check_block_table(frontend, page_size, lengths)
+    for lengths in acceptance_varlen.USED_LENGTHS:
+        acceptance_varlen.check_block_table(frontend, page_size, lengths)
 
 
 def test_varlen_block_table_under_jit():
@@ -168,14 +170,14 @@ def test_varlen_block_table_under_jit():
     def function(q, k, v, cu_q, cu_k, max_q, max_k, **options):
         return compiled(q, k, v, cu_q, cu_k, max_q=max_q, max_k=max_k, **options)
 
-    for lengths in acceptance.USED_LENGTHS:
-        acceptance.check_block_table(frontend, 32, lengths, function)
+    for lengths in acceptance_varlen.USED_LENGTHS:
+        acceptance_varlen.check_block_table(frontend, 32, lengths, function)
 
 
 def test_varlen_gqa():
-    out, want = acceptance.call_gqa(frontend, 4, enable_gqa=True)
+    out, want = acceptance_varlen.call_gqa(frontend, 4, enable_gqa=True)
     checks.close(out, want, *cases.TOLERANCES["bfloat16"])
     with pytest.raises(ValueError, match="enable_gqa=True"):
-        acceptance.call_gqa(frontend, 4, enable_gqa=False)
+        acceptance_varlen.call_gqa(frontend, 4, enable_gqa=False)
     with pytest.raises(ValueError, match="multiple of kv heads"):
-        acceptance.call_gqa(frontend, 3, enable_gqa=True)
+        acceptance_varlen.call_gqa(frontend, 3, enable_gqa=True)

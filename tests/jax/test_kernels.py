@@ -14,7 +14,7 @@ import checks
 import jax_frontend as frontend
 import oracle
 import pallas_kernels as pk
-from pallas_kernels import masks
+from benchmarks.mask_choice import mask_of
 from pallas_kernels.kernels import _compat
 from pallas_kernels.problem import build
 from pallas_kernels.program import Target, program, run, unsupported
@@ -41,6 +41,7 @@ def call(q_lens, k_lens, *, group, kv_heads, dim, dtype, value_dim=None, page_si
     rng = np.random.default_rng(seed)
     n, heads, tokens = len(k_lens), group * kv_heads, sum(q_lens)
     q = cases.round_f32(rng.standard_normal((tokens, heads, dim)), dtype)
+    table = None
     if page_size is None:
         rows = n * slot
         layout = "gappy" if starts else "padded"
@@ -62,27 +63,7 @@ def call(q_lens, k_lens, *, group, kv_heads, dim, dtype, value_dim=None, page_si
     want = oracle.block_diagonal(
         q, k, v, q_lens, positions, visible, softcap=options.get("softcap"), sinks=logits, scale=options.get("scale")
     )
-    causal = window == (None, 0)
-    if page_size is None and starts:
-        cls = masks.BlockDiagonalCausalWithOffsetGappyKeysMask if causal else masks.BlockDiagonalGappyKeysMask
-        mask = cls.from_seqlens(q_lens, [*starts, rows], k_lens)
-    elif page_size is None:
-        if window is None:
-            mask = masks.BlockDiagonalPaddedKeysMask.from_seqlens(q_lens, slot, k_lens)
-        elif causal:
-            mask = masks.BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens(q_lens, slot, k_lens)
-        else:
-            mask = masks.BlockDiagonalLocalAttentionPaddedKeysMask.from_seqlens_local(q_lens, slot, k_lens, *window)
-    elif starts:
-        cls = masks.PagedBlockDiagonalGappyKeysMask
-        if causal:
-            cls = masks.PagedBlockDiagonalCausalWithOffsetGappyKeysMask
-        mask = cls.from_seqlens(q_lens, starts, k_lens, table, page_size)
-    else:
-        cls = masks.PagedBlockDiagonalPaddedKeysMask
-        if causal:
-            cls = masks.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
-        mask = cls.from_seqlens(q_lens, k_lens, table, page_size)
+    mask = mask_of(q_lens, k_lens, window=window, slot=slot, rows=rows, starts=starts, table=table, page_size=page_size)
     arrays = [jnp.asarray(x[None], dtype) for x in (q, k, v)]
     if sinks:
         options["sinks"] = jnp.asarray(logits)
