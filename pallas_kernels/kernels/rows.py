@@ -307,13 +307,12 @@ class Computing:
         lax.fori_loop(0, tiling.heads, head, None)
         plgpu.commit_smem()
         sink = plgpu.load(sinks, layout=PER_ROW, optimized=False)
-        return with_sink(acc, m, l, sink)
+        rescale, m, l = with_sink(m, l, sink)
+        return tuple(x * lax.broadcast_in_dim(rescale, x.shape, [0]) for x in acc), m, l
 
 
-def with_sink(acc: Any, m: Any, l: Any, sink: Any) -> Any:
-    """(acc, m, l) of rows with their sinks, in units of log 2, joined; acc is a tuple of [rows, columns]."""
+def with_sink(m: Any, l: Any, sink: Any) -> tuple[Any, Any, Any]:
+    """(rescale of the accumulator, m, l) of rows with their sinks, in units of log 2, joined."""
     top = jnp.maximum(m, jnp.maximum(sink, UNSEEN))
     rescale = jnp.exp2(m - top)
-    added = jnp.exp2(sink - top)
-    acc = tuple(x * (lax.broadcast_in_dim(rescale, x.shape, [0]) if rescale.ndim else rescale) for x in acc)
-    return acc, top, l * rescale + added
+    return rescale, top, l * rescale + jnp.exp2(sink - top)

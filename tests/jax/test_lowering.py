@@ -29,6 +29,7 @@ def lowering_cases():
                 next(turns)
             storage = 16 if (dim, storage) == (512, 1) else storage  # its keys would not lie in eights
             yield group, dim, ("bfloat16", "float16")[n % 2], storage, policy, counted, partial
+    yield 24, 96, "bfloat16", "padded", 3, False, False  # values of one and a half swizzles, staged in many rows
     for n, storage in enumerate(STORAGES):
         for policy in (n % 4, (n + 2) % 4):
             yield 4, 64, "bfloat16", storage, policy, policy > 1, n % 3 == 0
