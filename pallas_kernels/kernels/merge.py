@@ -20,14 +20,14 @@ from .partials import Partials
 from .rows import with_sink
 from .work import CHUNK
 
-AT_ONCE, FEW = 4, 2
-"""Accumulators in flight, and parts that most rows have at most: no more are loaded of those. More in flight take so
-many registers that few blocks fit on an SM. Merge of B32 Mk8192 with (8, 4) 4.1 us, with (4, 2) 2.6; of 16 query tokens
-15.8 and 10.5; of B1 Mk8192, whose rows have 17 parts, 3.0 and 3.4 (2026-12-01)."""
-ROWS_AT_ONCE = 4
-"""Heads of a token that a block merges at once, where their outputs lie one behind the other: its time is latency."""
-MOST_BLOCKS_PER_RECORD = 16
-"""Blocks that share the rows of one record, under the automatic policy."""
+FEW = 2
+"""Parts that most rows have at most: no more are loaded of those."""
+FEW_ROWS = 64
+"""A call of fewer rows has many parts of each (B1 Mk8192: 17) and few blocks: a block then loads more parts at once, of
+one query head, else fewer, of several heads, so that its registers let many blocks be on an SM. Merge of B32 Mk8192
+with 8 accumulators in flight 4.1 us, with 4 2.6, with 4 of 4 heads 2.5; of B1 Mk8192 3.0, 3.4 and 4.1 (2026-12-01)."""
+MOST_BLOCKS = 2112
+"""Further rows are joined by the same blocks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,21 +58,24 @@ class Merge:
         return [jax.ShapeDtypeStruct((rows, self.partials.value_dim), self.out_dtype), self.lse.out_type(rows)]
 
     @property
-    def blocks(self) -> int:
-        if self.partials.automatic:
-            return self.partials.records * self._sharing
+    def units(self) -> int:
         return self.partials.work.tokens * self.heads // self.rows
 
     @property
-    def _sharing(self) -> int:
-        return min(self.partials.rows // self.rows, MOST_BLOCKS_PER_RECORD)
+    def _many_parts(self) -> bool:
+        return self.partials.records <= FEW_ROWS
 
     @property
     def rows(self) -> int:
-        """Rows that a block merges at once."""
+        """Query heads that a block joins at once: those whose outputs lie one behind the other."""
         partials = self.partials
-        whole = partials.width == partials.value_dim <= 256 and partials.work.tiling.heads % ROWS_AT_ONCE == 0
-        return ROWS_AT_ONCE if whole else 1
+        whole = partials.width == partials.value_dim <= 256 and partials.work.tiling.heads % 4 == 0
+        return 4 if whole and not self._many_parts else 1
+
+    @property
+    def at_once(self) -> int:
+        """Accumulators in flight, for each row."""
+        return 24 if self._many_parts else 4
 
     def build(self, interpret: bool = False, detect_races: bool = False) -> Callable[..., tuple[jax.Array, ...]]:
         """The kernel: `reads` -> `writes`; out [rows, Dv] and lse are written in place."""
@@ -89,7 +92,7 @@ class Merge:
             body,
             out_type=(),
             scratch_types=list(scratch.values()),
-            blocks=self.blocks,
+            blocks=min(self.units, MOST_BLOCKS),
             warpgroups=1,
             interpret=interpret,
             detect_races=detect_races,
@@ -108,43 +111,28 @@ class Merge:
     def _block(self, given: dict[str, Any], smem: dict[str, Any]) -> None:
         work, partials = self.partials.work, self.partials
         tokens = given["count"][0] if work.counted else jnp.int32(work.tokens)
-        block = lax.axis_index("block")
-        if not partials.automatic:
-            each = partials.group // self.rows
-            row, g = lax.div(block, jnp.int32(each)), lax.rem(block, jnp.int32(each)) * self.rows
+        each, block = partials.group // self.rows, lax.axis_index("block")
+
+        def unit(n: Any) -> None:
+            row, g = lax.div(n, jnp.int32(each)), lax.rem(n, jnp.int32(each)) * self.rows
             token, head = lax.div(row, jnp.int32(work.kv_heads)), lax.rem(row, jnp.int32(work.kv_heads))
 
             @pl.when(token < tokens)
             def _() -> None:
-                record = partials.record(token, head, g)
-                parts, t = given["records"][record, 0], given["records"][record, 1]
-                first = (row * partials.most, g)
-                stats = (
-                    partials.record(token - t, head, g) * partials.most,
-                    t * work.tiling.pitch + lax.rem(g, jnp.int32(work.tiling.heads)),
-                )
-                pl.when(parts > 1)(lambda: self._rows(given, smem, first, stats, parts, token, head, g, tokens))
+                parts, whereabouts = (given["records"][partials.record(token, head, g), n] for n in range(2))
+                first = partials.first(whereabouts, token, head, g)
+                pl.when(parts > 1)(lambda: self._rows(given, smem, first[:2], first[2:], parts, token, head, g, tokens))
 
+        if self.units <= MOST_BLOCKS:
+            unit(block)
             return
-        place, first = lax.div(block, jnp.int32(self._sharing)), lax.rem(block, jnp.int32(self._sharing))
-        parts, token, count, head, g = (given["records"][place, n] for n in range(5))
-        heads, step = work.tiling.heads, self._sharing * self.rows
-
-        def some(n: Any, _: None) -> None:
-            r = first * self.rows + n * step
-            t, h = lax.div(r, jnp.int32(heads)), lax.rem(r, jnp.int32(heads))
-            at = (place, t * work.tiling.pitch + h)
-            self._rows(given, smem, (place, r), at, parts, token + t, head, g + h, tokens)
-
-        @pl.when(parts > 1)
-        def _() -> None:
-            left = count * heads - first * self.rows
-            lax.fori_loop(0, lax.div(left + (step - 1), jnp.int32(step)), some, None)
+        rounds = lax.div(self.units - block + (MOST_BLOCKS - 1), jnp.int32(MOST_BLOCKS))
+        lax.fori_loop(0, rounds, lambda n, _: unit(block + n * MOST_BLOCKS), None)
 
     def _rows(
         self, given: Any, smem: Any, first: Any, stats: Any, parts: Any, token: Any, head: Any, g: Any, tokens: Any
     ) -> None:
-        """Merge the rows of `rows` query heads from g on. first, stats: (place, row) of the first part's accumulators
+        """Join the rows of `rows` query heads from g on. first, stats: (place, row) of the first part's accumulators
         and statistics."""
         partials, heads, count = self.partials, self.heads, self.rows
         shape = (count, partials.width)
@@ -158,36 +146,56 @@ class Merge:
                 found = jnp.where(index == n, x, found)
             return found
 
-        def join(at_once: int, n: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-            """The next parts; the last part's again beyond it, with weight 0: loads stay in bounds."""
-            acc, top, total = carry
-            numbers = [n * at_once + k for k in range(at_once)]
-            places = [jnp.minimum(k, parts - 1) for k in numbers]
-            loaded = []
-            for k in places:
-                at = given["accumulators"].at[partials.parts(first[0], k), pl.ds(first[1], count)]
-                loaded.append(plgpu.load(at, layout=wide, optimized=False))
-            maxima, sums = (
-                [[given["stats"][partials.parts(stats[0], k), x, stats[1] + r] for r in range(count)] for k in places]
-                for x in (0, 1)
-            )
-            sums = [[jnp.where(k < parts, x, 0.0) for x in of_part] for k, of_part in zip(numbers, sums)]
-            # A part without keys has maximum UNSEEN, which is finite, and sum 0.
-            new = [functools.reduce(jnp.maximum, of_row) for of_row in zip(top, *maxima)]
-            rescale = [jnp.exp2(x - y) for x, y in zip(top, new)]
-            acc, total = acc * spread(rescale), [x * y for x, y in zip(total, rescale)]
-            for x, m, l in zip(loaded, maxima, sums):
-                weights = [jnp.where(b == 0, 0.0, jnp.exp2(a - y)) for a, b, y in zip(m, l, new)]
-                acc, total = acc + x * spread(weights), [z + b * w for z, b, w in zip(total, l, weights)]
-            return acc, tuple(new), tuple(total)
+        def numbers(group: Any, at_once: int) -> list[Any]:
+            """Parts of a group; the last one again beyond it: loads stay in bounds."""
+            return [jnp.minimum(group * at_once + k, parts - 1) for k in range(at_once)]
 
-        def many(carry: Any) -> Any:
-            steps = lax.div(parts + (AT_ONCE - 1), jnp.int32(AT_ONCE))
-            return lax.fori_loop(0, steps, functools.partial(join, AT_ONCE), carry)
+        def statistic(which: int, k: Any) -> list[Any]:
+            """The maxima (0) or sums (1) of part k."""
+            return [given["stats"][partials.parts(stats[0], k), which, stats[1] + r] for r in range(count)]
+
+        def load(group: Any, at_once: int) -> tuple[list[Any], ...]:
+            found = numbers(group, at_once)
+            at = (given["accumulators"].at[partials.parts(first[0], k), pl.ds(first[1], count)] for k in found)
+            loaded = [plgpu.load(x, layout=wide, optimized=False) for x in at]
+            return loaded, [statistic(0, k) for k in found], [statistic(1, k) for k in found]
+
+        def highest(maxima: Any, top: Any) -> list[Any]:
+            return [functools.reduce(jnp.maximum, of_row) for of_row in zip(top, *maxima)]
+
+        def add(group: Any, loaded: Any, top: Any, carry: Any) -> tuple[Any, Any]:
+            """One product and one sum a part, so that no compiler has a choice: bits do not depend on the groups."""
+            acc, total = carry
+            at_once = len(loaded[0])
+            for n, (x, m, l) in enumerate(zip(*loaded)):
+                some = group * at_once + n < parts
+                l = [jnp.where(some, b, 0.0) for b in l]
+                # A part without keys has maximum UNSEEN, which is finite, and sum 0.
+                weights = [jnp.where(b == 0, 0.0, jnp.exp2(a - y)) for a, b, y in zip(m, l, top)]
+                acc, total = acc + x * spread(weights), tuple(z + b * w for z, b, w in zip(total, l, weights))
+            return acc, total
 
         zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), wide)
-        none = (zero, (jnp.float32(UNSEEN),) * count, (jnp.float32(0),) * count)
-        acc, top, total = lax.cond(parts <= FEW, functools.partial(join, FEW, parts * 0), many, none)
+        none, lowest = (zero, (jnp.float32(0),) * count), (jnp.float32(UNSEEN),) * count
+
+        def few() -> Any:
+            loaded = load(parts * 0, FEW)
+            top = highest(loaded[1], lowest)
+            return *add(parts * 0, loaded, top, none), tuple(top)
+
+        def many() -> Any:
+            groups = lax.div(parts + (self.at_once - 1), jnp.int32(self.at_once))
+            loaded = load(parts * 0, self.at_once)
+
+            def rise(n: Any, top: Any) -> Any:
+                return tuple(highest([statistic(0, k) for k in numbers(n, self.at_once)], top))
+
+            top = lax.fori_loop(1, groups, rise, tuple(highest(loaded[1], lowest)))
+            carry = add(parts * 0, loaded, top, none)
+            more = lambda n, carry: add(n, load(n, self.at_once), top, carry)  # noqa: E731
+            return *lax.fori_loop(1, groups, more, carry), top
+
+        acc, total, top = lax.cond(parts <= FEW, few, many)
         if self.sinks:
             sinks = [given["sinks"][head, g + r].astype(jnp.float32) * math.log2(math.e) for r in range(count)]
             joined = [with_sink(m, l, sink) for m, l, sink in zip(top, total, sinks)]

@@ -32,8 +32,6 @@ class Computing:
         self.columns = [(warpgroup * each + at, min(cfg.columns, each - at)) for at in range(0, each, cfg.columns)]
 
     def run(self) -> None:
-        if self.cfg.split and self.cfg.work.policy.automatic and self.warpgroup == 0:
-            self.written["records"][self.line.share, 0] = jnp.int32(0)
         self.line.walk(self._compute)
         plgpu.wait_smem_to_gmem(0)
 
@@ -244,21 +242,13 @@ class Computing:
         """What the merge has to know, from whoever has a row's first piece."""
         if self.warpgroup:
             return
-        records, work = self.written["records"], self.cfg.work
-        if work.policy.automatic:
-
-            @pl.when((item.piece == 0) & jnp.logical_not(item.whole))
-            def _() -> None:
-                for n, x in enumerate((item.pieces, item.token, item.tokens, item.head, item.g)):
-                    records[self.line.share, n] = x
-
-            return
+        records, partials = self.written["records"], self.cfg.partials
 
         @pl.when(item.piece == 0)
         def _() -> None:
             def token(t: Any, _: None) -> None:
-                record = self.cfg.partials.record(item.token + t, item.head, item.g)
-                records[record, 0], records[record, 1] = item.pieces, t
+                record = partials.record(item.token + t, item.head, item.g)
+                records[record, 0], records[record, 1] = item.pieces, partials.whereabouts(t, self.line.share)
 
             lax.fori_loop(0, item.tokens, token, None)
 
