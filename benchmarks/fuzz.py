@@ -98,7 +98,7 @@ def configuration(number: int, seed: int) -> dict[str, Any]:
     storage = pick("padded", "padded", "odd", "gappy", 1, 16, 24, 64, 64, 128, 256, "paged gappy")
     if dim == 512 and storage in ("odd", "gappy", 1, "paged gappy"):
         storage = 16
-    return {
+    found = {
         "dim": dim,
         "value_dim": pick(dim, dim, dim, dim, 64 if dim < 512 else dim),
         "group": group,
@@ -113,11 +113,18 @@ def configuration(number: int, seed: int) -> dict[str, Any]:
         "policy": pick({}, {}, {"num_splits": 1}, {"num_splits": 3}, {"split_size": int(rng.integers(40, 300))}),
         "softcap": pick(None, None, None, 3.0),
         "sinks": pick(False, False, True),
+        "bias": pick(None, "bhgqk", "bhgk", "hgk", "qk", "bk", "hgq"),
+        "bias_dtype": pick("float32", "bfloat16", "float16"),
     }
+    if found["storage"] != "padded":
+        found["bias"] = None
+    elif found["bias"]:  # a plain batch
+        found["window"] = None
+    return found
 
 
 def draw(c: dict[str, Any], rng: Any) -> tuple[dict[str, Any], list[tuple[Any, ...]]]:
-    """(arrays of a call, (q, k, v, visible) of each sequence in float64); NaN and junk wherever no key lies."""
+    """(arrays of a call, (q, k, v, visible, bias) of each sequence in float64); NaN and junk wherever no key lies."""
     import ml_dtypes
     import numpy as np
 
@@ -125,6 +132,8 @@ def draw(c: dict[str, Any], rng: Any) -> tuple[dict[str, Any], list[tuple[Any, .
     slot = -(-c["slot"] // 8) * 8 if c["storage"] == "padded" else c["slot"]
     total = n if c["max_q"] == 1 else n * -(-(c["max_q"] + 1) // 2)
     q_lens = [1] * n if c["max_q"] == 1 else _parts(total, n, c["max_q"], rng)
+    if c["bias"]:
+        q_lens, total = [c["max_q"]] * n, n * c["max_q"]
     k_lens = [int(rng.choice([0, 1, slot, rng.integers(0, slot + 1)], p=[0.08, 0.08, 0.14, 0.7])) for _ in range(n)]
     page = None
     if c["storage"] not in ("padded", "odd", "gappy"):
@@ -160,9 +169,10 @@ def draw(c: dict[str, Any], rng: Any) -> tuple[dict[str, Any], list[tuple[Any, .
         k[at] = rng.standard_normal((len(at), *k.shape[1:]))
         v[at] = rng.standard_normal((len(at), *v.shape[1:]))
     sinks = rng.standard_normal(heads).astype(np.float32) if c["sinks"] else None
+    bias, biases = _bias(c, slot, k_lens, rng) if c["bias"] else (None, [0.0] * n)
     sequences, first = [], 0
     left, right = c["window"] or (None, None)
-    for q_len, at in zip(q_lens, where):
+    for q_len, at, added in zip(q_lens, where, biases):
         i, j = np.arange(q_len)[:, None] + len(at) - q_len, np.arange(len(at))[None]
         seen = np.ones((q_len, len(at)), bool)
         if left is not None:
@@ -170,11 +180,29 @@ def draw(c: dict[str, Any], rng: Any) -> tuple[dict[str, Any], list[tuple[Any, .
         if right is not None:
             seen &= j <= i + right
         sequences.append((q[first : first + q_len].astype(np.float64), k[at].astype(np.float64),
-                          v[at].astype(np.float64), seen))  # fmt: skip
+                          v[at].astype(np.float64), seen, added))  # fmt: skip
         first += q_len
     arrays = {"q": q, "k": k, "v": v, "q_lens": q_lens, "k_lens": k_lens, "starts": starts, "table": table,
-              "page": page, "slot": slot, "rows": rows, "sinks": sinks}  # fmt: skip
+              "page": page, "slot": slot, "rows": rows, "sinks": sinks, "bias": bias}  # fmt: skip
     return arrays, sequences
+
+
+def _bias(c: dict[str, Any], slot: int, k_lens: list[int], rng: Any) -> tuple[Any, list[Any]]:
+    """(an array bias with the axes of `c`, what each sequence sees of it [heads, q, k] in float64): some entries are
+    -inf, some whole rows, and NaN where no key lies."""
+    import ml_dtypes
+    import numpy as np
+
+    full = dict(b=c["batch"], h=c["kv_heads"], g=c["group"], q=c["max_q"], k=slot)
+    bias = 2 * rng.standard_normal([size if axis in c["bias"] else 1 for axis, size in full.items()])
+    bias[rng.random(bias.shape) < 0.2] = -np.inf
+    bias[rng.random(bias.shape[:-1]) < 0.1] = -np.inf
+    bias = bias.astype(getattr(ml_dtypes, c["bias_dtype"], c["bias_dtype"]))
+    whole = np.broadcast_to(bias.astype(np.float64), tuple(full.values())).reshape(c["batch"], -1, c["max_q"], slot)
+    if {"b", "k"} <= set(c["bias"]):
+        known = (np.arange(slot) < np.array(k_lens)[:, None])[:, None, None, None]
+        bias = np.where(known, bias, bias.dtype.type(np.nan))
+    return bias.reshape(bias.shape[0], -1, *bias.shape[3:]), [x[..., :k] for x, k in zip(whole, k_lens)]
 
 
 def _parts(total: int, n: int, most: int, rng: Any) -> list[int]:
@@ -191,12 +219,12 @@ def expected(c: dict[str, Any], sequences: list[tuple[Any, ...]], sinks: Any) ->
     import numpy as np
 
     outs, lses = [], []
-    for q, k, v, seen in sequences:
+    for q, k, v, seen, bias in sequences:
         k, v = (np.repeat(x, c["group"], 1) for x in (k, v))
         s = np.einsum("qhd,khd->hqk", q, k) * c["dim"] ** -0.5
         if c["softcap"]:
             s = c["softcap"] * np.tanh(s / c["softcap"])
-        s = np.where(seen[None], s, -np.inf)
+        s = np.where(seen[None], s + bias, -np.inf)
         if sinks is not None:
             logit = np.broadcast_to(sinks.astype(np.float64)[:, None, None], (*s.shape[:2], 1))
             s, v = np.concatenate([s, logit], -1), np.concatenate([v, np.zeros((1, *v.shape[1:]))])
@@ -210,8 +238,11 @@ def expected(c: dict[str, Any], sequences: list[tuple[Any, ...]], sinks: Any) ->
 
 
 def mask_of(c: dict[str, Any], a: dict[str, Any]) -> Any:
+    """The call's `attn_bias`: an array where it has one."""
     from .mask_choice import mask_of
 
+    if a["bias"] is not None:
+        return a["bias"]
     starts = a["starts"] if "gappy" in str(c["storage"]) else None
     return mask_of(a["q_lens"], a["k_lens"], window=c["window"], slot=a["slot"], rows=a["rows"], starts=starts,
                    table=a["table"], page_size=a["page"])  # fmt: skip
@@ -231,8 +262,9 @@ def calls(numbers: list[int], draws: int, seed: int, backend: str = "hopper") ->
             c["window"] = None  # only padded keys have classes with local windows
         options = {**c["policy"], "softcap": c["softcap"], "output_dtype": c["out"], "backend": backend}
 
-        def call(q: Any, k: Any, v: Any, mask: Any, sinks: Any, options: dict[str, Any] = options) -> Any:
-            return pk.memory_efficient_attention_forward_requires_grad(q, k, v, mask, sinks=sinks, **options)
+        def call(q: Any, k: Any, v: Any, mask: Any, sinks: Any, lengths: Any, o: dict[str, Any] = options) -> Any:
+            attend = pk.memory_efficient_attention_forward_requires_grad
+            return attend(q, k, v, mask, sinks=sinks, kv_lengths=lengths, **o)
 
         jitted, line = jax.jit(call), {"number": number, "configuration": c, "draws": 0, "error": 0.0, "wrong": ""}
         try:
@@ -241,8 +273,12 @@ def calls(numbers: list[int], draws: int, seed: int, backend: str = "hopper") ->
                 mask = jax.tree.map(jnp.asarray, mask_of(c, arrays))
                 began = time.perf_counter()
                 sinks = None if arrays["sinks"] is None else jnp.asarray(arrays["sinks"])
-                out, lse = jitted(*(jnp.asarray(arrays[x][None]) for x in "qkv"), mask, sinks)
-                got, got_lse = np.asarray(out[0], np.float64), np.asarray(lse[0], np.float64)
+                batch = c["batch"] if c["bias"] else 1
+                given = (arrays[x].reshape(batch, -1, *arrays[x].shape[1:]) for x in "qkv")
+                lengths = jnp.asarray(arrays["k_lens"], jnp.int32) if c["bias"] else None
+                out, lse = jitted(*map(jnp.asarray, given), mask, sinks, lengths)
+                got = np.asarray(out, np.float64).reshape(-1, *out.shape[2:])
+                got_lse = np.moveaxis(np.asarray(lse, np.float64), 1, 0).reshape(lse.shape[1], -1)
                 if n == 0:
                     line["compile"] = time.perf_counter() - began
                 want, want_lse = expected(c, sequences, arrays["sinks"])

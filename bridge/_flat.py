@@ -7,6 +7,7 @@ list of a mask either: a compiled caller sees device tensors, whose values it do
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -169,11 +170,20 @@ def attend(
     def tensors(problem: Problem) -> dict[str, torch.Tensor]:
         """The inputs of the problem's program."""
         named = {"q": query, "k": key, "v": value, "q_start": mask.q_start, "k_start": mask.k_start}
-        named |= {"k_len": mask.k_len if mask.packed else kv_lengths, "block_table": mask.block_table, "sinks": sinks}
+        named |= {"k_len": mask.k_len if mask.packed else kv_lengths, "block_table": mask.block_table}
+        named |= {"bias": _of_all_heads(bias, query, problem), "sinks": sinks}
         return {name: x for name, x in named.items() if x is not None}
 
     static = ("attention", output_dtype, mask[4:], *((n, type(x), x) for n, x in options.items()))
     return answer(normalise, (query, key, value, bias, sinks, kv_lengths, mask[:4]), static, backend, tensors)
+
+
+def _of_all_heads(bias: Any, query: Any, problem: Problem) -> Any:
+    """The bias as the problem has it: of two head axes, one alone may be broadcast only where they are group and head
+    of a group. Elsewhere it is a view of both, which is not launched."""
+    if bias is None or bias.numel() == math.prod(problem.bias or ()):
+        return bias
+    return bias.expand(-1, *query.shape[2:-1], -1, -1)
 
 
 def normaliser(mask: Mask, output_dtype: torch.dtype | None, options: dict[str, Any]) -> Callable[..., Any]:

@@ -97,6 +97,10 @@ def attention(
         if kv_lengths is None:
             return look(("attention", given), options, (query, key, value, *last))
         return look(("attention", given, "k_len"), options, (query, key, value, kv_lengths, *last))
+    if type(bias) is _TENSOR:
+        lengths = () if kv_lengths is None else (kv_lengths,)
+        kind = ("attention", given, "bias", kv_lengths is None)
+        return look(kind, options, (query, key, value, *lengths, bias, *last))
     reader = _READERS.get(type(bias))
     if reader is None or kv_lengths is not None:
         return None

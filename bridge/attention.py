@@ -164,13 +164,22 @@ def _attention(
     if isinstance(attn_bias, biases.AttentionBias) and not torch.compiler.is_compiling():
         biases.host_check(attn_bias, query.shape[1], rows)  # a compiled call must not depend on the host lists
     mask, bias = _flat.flatten_bias(attn_bias, rows)
-    flat = (query, key, value, bias, sinks, kv_lengths, mask)
+    flat = (query, key, value, _unexpanded(bias), sinks, kv_lengths, mask)
     options |= {"output_dtype": output_dtype, "backend": backend}
     if answer is not _route.serving:
         if library.needed(flat[:6]):
             return library.attention(*flat, **options)
         answer = functools.partial(answer, call=call)
     return _flat.attend(*flat, answer=answer, **options)
+
+
+def _unexpanded(bias: Any) -> Any:
+    """A tensor bias without its expanded axes (stride 0): they are broadcast, never written out."""
+    if isinstance(bias, torch.Tensor):
+        for axis, (size, stride) in enumerate(zip(bias.shape, bias.stride())):
+            if stride == 0 and size > 1:
+                bias = bias.narrow(axis, 0, 1)
+    return bias
 
 
 def _folded(query: Any, key: Any, value: Any) -> tuple[Any, Any]:

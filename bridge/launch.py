@@ -214,6 +214,7 @@ def raised(problem: Problem, table_width: int | None = None) -> Problem:
         queries=capacity(p.queries) if p.equal_queries is None else batch * p.equal_queries,
         batch=batch,
         key_rows=p.key_rows if p.slot is None else batch * p.slot,
+        bias=(batch, *p.bias[1:]) if p.bias and p.bias[0] > 1 else p.bias,
         max_keys=p.max_keys if table_width is None or p.page_size is None else table_width * p.page_size,
         lse_rows=batch if plain else 1,
     )

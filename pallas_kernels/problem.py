@@ -32,7 +32,7 @@ class Problem:
     queries: packed query rows over all sequences. key_rows: rows of the key axis (all pages together).
     max_keys: capacity of one sequence, in keys. slot: rows of each sequence's slot where keys lie in equal slots
     (padded storage), else None. lse_rows: the LSE is [lse_rows, heads, queries / lse_rows]; 1 for packed queries.
-    bias: shape of the array bias. sinks: their dtype.
+    bias: shape of the array bias, of bias_dtype. sinks: their dtype.
     fp8_qk, fp8_pv: multiply in e4m3 (MSLK's quantize_qk/pv_to_fp8).
     num_splits, split_size: the split policy (at most one is given).
     """
@@ -70,6 +70,7 @@ class Problem:
     fp8_pv: bool = False
     tile_tokens: int | None = None
     """Query tokens of a sequence that the kernels are laid out for (any number is served); None: not yet chosen."""
+    bias_dtype: str = "float32"
     inference_only: str | None = None
     """Why no gradient is defined, or None."""
 
@@ -333,6 +334,7 @@ def build(
         scale=default_scale(scale, head_dim),
         softcap=check_softcap(softcap),
         bias=None if bias is None else bias.shape,
+        bias_dtype="float32" if bias is None else str(bias.dtype),
         sinks=None if sinks is None else str(as_array(sinks, "sinks").dtype),
         num_splits=splits[0],
         split_size=splits[1],

@@ -15,8 +15,9 @@ from typing import Any, Literal, Protocol
 import jax
 
 from . import tuning
+from .kernels.bias import Bias
 from .kernels.copying import Storage
-from .kernels.decode import Decode, computing_warpgroups
+from .kernels.decode import Decode
 from .kernels.lse import LsePlace
 from .kernels.merge import Merge
 from .kernels.partials import Partials
@@ -83,7 +84,7 @@ MAX_TOKENS_PER_SEQUENCE = 16
 """Every 64 rows of query tokens and heads read their sequence's keys once: more tokens are better served otherwise."""
 SHARED_MEMORY = 232448
 """Bytes that a block of compute capability 9.0 has."""
-MAX_STAGES = 4
+MAX_STAGES = 6
 """Key and value tiles in flight where nothing is stored: what fits of them."""
 BYTES_PER_US, SM_BYTES_PER_US = 4.2e6, 39e3
 """Of keys and values, what decode reaches on an H200, and what one of its SMs does when few are busy (B1 Mk8192 with
@@ -110,7 +111,6 @@ def unsupported(problem: Problem) -> list[str]:
         ),
         (not dims, f"head_dim {p.head_dim}, of values {p.value_dim} (accepted: {HEAD_DIMS}, or the pair {MLA_DIMS})"),
         (not 1 <= p.group <= MAX_GROUP, f"{p.group} query heads share a KV head (accepted: 1 to {MAX_GROUP})"),
-        (p.bias is not None, "an array bias"),
         (p.sinks == "float64", "float64 sinks"),
         (
             p.queries > MAX_TOKENS_PER_SEQUENCE * p.batch,
@@ -122,6 +122,8 @@ def unsupported(problem: Problem) -> list[str]:
         ),
     ]
     found = [text for wrong, text in checks if wrong]
+    if p.bias is not None and (refused := Bias.refused(p.bias, p.bias_dtype)):
+        found.append(refused)
     if not found and _one_token(p) and not _direct(p):
         found.append(f"{p.group} query heads a KV head at head_dim {p.head_dim} (accepted: 1 to 8, multiples of 8)")
     if not found:
@@ -142,10 +144,11 @@ def resolve(problem: Problem, target: Target) -> Problem:
         return p
     tiles = _tiling(p)
     rows = p.batch * p.kv_heads * -(-p.equal_queries // tiles.tokens) * tiles.parts
-    rounds = -(-rows // target.sms)
+    each_sm = _shares_of_block(p)
+    rounds = -(-rows // (target.sms * each_sm))
     row_bytes = 2 * p.equal_keys * (p.head_dim + p.value_dim)
-    # Of whole rows, a block has at most `rounds`; while it has any, the others' idleness only leaves it more bandwidth.
-    lost = rounds * row_bytes / SM_BYTES_PER_US - rows * row_bytes / BYTES_PER_US
+    # Of whole rows, a share has at most `rounds`; while it has any, the others' idleness only leaves it more bandwidth.
+    lost = rounds * row_bytes / (SM_BYTES_PER_US / each_sm) - rows * row_bytes / BYTES_PER_US
     return dataclasses.replace(p, num_splits=1) if lost < MERGE_US else p
 
 
@@ -172,6 +175,7 @@ def program(problem: Problem, target: Target, counted: bool = False) -> Program:
         "k_start": ((p.batch,), "int32"),
         "k_len": ((p.batch,), "int32"),
         "block_table": ((p.batch, decode.storage.pages_per_row or 0), "int32"),
+        "bias": (p.bias or (), p.bias_dtype),
         "sinks": ((p.kv_heads, p.group), p.sinks or "float32"),
         "count": ((1,), "int32"),
         "sequences": ((1,), "int32"),
@@ -199,6 +203,12 @@ def _direct(p: Problem) -> bool:
     return p.group <= 8 or p.group % 8 == 0
 
 
+def _shares_of_block(p: Problem) -> int:
+    """Two where shared memory holds the tiles of both; several tokens' queries, or an array bias, take the room."""
+    small = max(p.head_dim, p.value_dim) <= 128
+    return 2 if small and _tiling(p).tokens == 1 and _direct(p) and p.bias is None else 1
+
+
 def _decode(p: Problem, target: Target, counted: bool) -> Decode:
     # More pieces than keys, or longer ones than a sequence, are the same as just as many.
     most = max(p.max_keys, 1)
@@ -219,6 +229,7 @@ def _decode(p: Problem, target: Target, counted: bool) -> Decode:
         max_keys=p.max_keys,
         counted=counted,
         blocks=target.sms,
+        shares=target.sms * _shares_of_block(p),
         cost=max(1, 128 // max(p.head_dim, p.value_dim)),
     )
     pages_per_row = None if p.page_size is None else p.max_keys // p.page_size
@@ -238,6 +249,7 @@ def _decode(p: Problem, target: Target, counted: bool) -> Decode:
         lse=LsePlace(p.lse_dtype, p.kv_heads * p.group, None if p.lse_rows == 1 else p.queries // p.lse_rows),
         scale=p.scale,
         softcap=p.softcap,
+        bias=None if p.bias is None else Bias(p.bias, p.bias_dtype, tiling, tile),
         sinks=bool(p.sinks),
         storage=storage,
         split=policy.automatic or policy.most(p.max_keys) > 1,
@@ -246,24 +258,25 @@ def _decode(p: Problem, target: Target, counted: bool) -> Decode:
         q_direct=tiling.tokens == 1 and _direct(p),
     )
     tuned = tuning.stored(target.device, p)
-    stages = range(1 if storage.restaged else tuned.stages if tuned else MAX_STAGES, 0, -1)
+    stages = range(tuned.stages if tuned else MAX_STAGES, 0, -1)
     fitting = (n for n in stages if dataclasses.replace(made, stages=n).shared_memory <= SHARED_MEMORY)
     return dataclasses.replace(made, stages=next(fitting, 1))
 
 
 def warpgroups(problem: Problem) -> int:
-    """Warpgroups of a decode block: one copies, the others compute."""
-    return 1 + computing_warpgroups(problem.value_dim)
+    """Warpgroups of a block of decode."""
+    target = Target((9, 0), 1)
+    return _decode(resolve(problem, target), target, counted=False).warpgroups
 
 
 def pieces(problem: Problem, target: Target) -> int:
     """Into how many pieces the problem's program cuts each sequence's keys; under automatic splits, about how many
-    blocks share them where all sequences are equally long."""
+    shares have them where all sequences are equally long."""
     p = resolve(problem, target)
     decode = _decode(p, target, counted=False)
     if not decode.work.policy.automatic:
         return decode.work.policy.most(p.max_keys)
-    return max(1, -(-target.sms // max(1, p.queries // decode.work.tiling.tokens * p.kv_heads)))
+    return max(1, -(-decode.work.shares // max(1, p.queries // decode.work.tiling.tokens * p.kv_heads)))
 
 
 def run(problem: Problem, target: Target, x: Operands) -> tuple[jax.Array, jax.Array]:
@@ -277,6 +290,7 @@ def run(problem: Problem, target: Target, x: Operands) -> tuple[jax.Array, jax.A
         "k_start": x.nf.k_start,
         "k_len": x.nf.k_len,
         "block_table": x.nf.block_table,
+        "bias": x.bias,
         "sinks": x.sinks,
     }
     values: dict[str, Any] = given

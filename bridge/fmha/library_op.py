@@ -104,7 +104,7 @@ def _operands(inp: Inputs, cls: type[LibraryFwOp]) -> tuple[Any, Any, Any, Any]:
             raise DTypeError(f"key, value: fp8 coefficients go with int32 words, got {inp.key.dtype}")
         if cls.NUM_GROUPS != 1:
             raise ArgumentError(f"NUM_GROUPS: {cls.NUM_GROUPS} groups go with int4 keys and values only")
-        return query, inp.key, inp.value, _unexpanded(inp.attn_bias)
+        return query, inp.key, inp.value, inp.attn_bias
 
     words = [inp.key, inp.value]
     shared = all(x.shape[-2] > 1 and x.stride(-2) == 0 for x in words)  # one head, expanded: read once
@@ -112,7 +112,7 @@ def _operands(inp: Inputs, cls: type[LibraryFwOp]) -> tuple[Any, Any, Any, Any]:
         words = [x.narrow(-2, 0, 1) for x in words]
     if k_scale is None or v_scale is None:
         key, value = (formats.SeedInt4(x, cls.NUM_GROUPS) for x in words)
-        return query, key, value, _unexpanded(inp.attn_bias)
+        return query, key, value, inp.attn_bias
     if cls.NUM_GROUPS != 1:
         raise ArgumentError(f"NUM_GROUPS: fp8 keys and values have one group, got {cls.NUM_GROUPS}")
     stored = []
@@ -121,19 +121,10 @@ def _operands(inp: Inputs, cls: type[LibraryFwOp]) -> tuple[Any, Any, Any, Any]:
             coefficients = coefficients.narrow(-1, 0, 1)
         coefficients = _fitted(f"{name}_fp8_scale_shift", coefficients, x.shape[:-1])
         stored.append(formats.SeedFp8(x, coefficients, bool(inp.use_fp32_scales)))
-    return query, *stored, _unexpanded(inp.attn_bias)
+    return query, *stored, inp.attn_bias
 
 
 def _fitted(name: str, x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     if x.numel() != shape.numel() or x.shape[-1] != shape[-1]:
         raise ShapeError(f"{name}: expected one coefficient a row of a head, {tuple(shape)}, got {tuple(x.shape)}")
     return x.reshape(shape)
-
-
-def _unexpanded(bias: Any) -> Any:
-    """A tensor bias without its expanded axes (stride 0): they are broadcast, never written out."""
-    if isinstance(bias, torch.Tensor):
-        for axis, (size, stride) in enumerate(zip(bias.shape, bias.stride())):
-            if size > 1 and stride == 0:
-                bias = bias.narrow(axis, 0, 1)
-    return bias

@@ -6,13 +6,11 @@ the kernels call the functions below for those and are otherwise one text for bo
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -51,19 +49,27 @@ def kernel(
 
 
 def tiled(shape: tuple[int, ...], dtype: Any, most: int = 128) -> Any:
-    """Shared memory that `wgmma` reads, swizzled: as many bytes at once as divide a row, `most` at most."""
+    """Shared memory that `wgmma` reads."""
     size = jnp.dtype(dtype).itemsize
-    swizzle = next(n for n in (128, 64, 32) if n <= most and shape[-1] * size % n == 0)
-    tiling = plgpu.TilingTransform((8, swizzle // size))  # type: ignore[abstract]
-    swizzling = plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzling))
+    return plgpu.SMEM(shape, dtype, transforms=swizzled(swizzle(shape[-1] * size, most), size))
 
 
-def by_rows(shape: tuple[int, ...], dtype: Any, whole: bool) -> Any:
-    """Shared memory laid out row by row. Of `whole` rows this must be said (as tiles of one row): else a layout is
-    chosen that copies of single rows, or of odd numbers of them, do not fit."""
+def swizzle(row_bytes: int, most: int = 128) -> int:
+    """Bytes that are swizzled at once: as many as divide a row, `most` at most."""
+    return next(n for n in (128, 64, 32) if n <= most and row_bytes % n == 0)
+
+
+def swizzled(swizzle: int, itemsize: int) -> tuple[Any, ...]:
+    """The layout of shared memory in tiles of 8 rows of `swizzle` bytes."""
+    tiling = plgpu.TilingTransform((8, swizzle // itemsize))  # type: ignore[abstract]
+    return tiling, plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
+
+
+def by_rows(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory laid out row by row (said as tiles of one row): else a layout is chosen that copies of odd numbers
+    of rows do not fit."""
     tiling = plgpu.TilingTransform((1, shape[-1]))  # type: ignore[abstract]
-    return plgpu.SMEM(shape, dtype, transforms=(tiling,) if whole else ())
+    return plgpu.SMEM(shape, dtype, transforms=(tiling,))
 
 
 def weighted_values(p: jax.Array, v: Any, acc: jax.Array, p_smem: Any) -> jax.Array:
@@ -90,23 +96,6 @@ def store(ref: Any, x: jax.Array) -> None:
         plgpu.store(ref, x, optimized=False)
     else:
         ref[...] = x
-
-
-WARPS = 4
-"""Of a warpgroup."""
-
-
-def each_warp(body: Callable[[int], None], interpret: bool) -> None:
-    """`body(warp)` by each warp of this warpgroup, at once. It may copy, and use scalars, but not load them."""
-    if interpret:
-        for warp in range(WARPS):
-            body(warp)
-        return
-
-    @pl.core_map(plgpu.WarpMesh(axis_name="warp"))
-    def _() -> None:
-        for warp in range(WARPS):
-            pl.when(lax.axis_index("warp") == warp)(functools.partial(body, warp))
 
 
 def races_found() -> bool:

@@ -1,13 +1,15 @@
 """The warpgroup of decode that copies: queries, and key and value tiles several ahead, into shared memory.
 
 Keys and values lie in slots, in pages, or anywhere on one axis (`Storage`). Where a tile's rows begin at multiples of
-8 they are copied into the layout that `wgmma` reads. Elsewhere (odd slots, keys that start anywhere, pages of other
-sizes) they arrive row by row or as they lie, and the computing warpgroup restages them.
+8 the copy engine brings them into the layout that `wgmma` reads. Rows of other pages are gathered one by one
+(`gather`); elsewhere (odd slots, keys that start anywhere) they arrive as they lie, and the computing warpgroup
+restages them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -16,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from . import _compat
+from . import gather
 from .work import CHUNK, Item, Line, stage, tile_range
 
 COPY_ROWS = 32
@@ -48,17 +50,19 @@ class Storage:
 
     @property
     def restaged(self) -> bool:
-        """Whether the rows of a tile do not lie in eights."""
-        if self.paged:
-            return self.rows % 8 != 0
-        return self.anywhere or (self.axes[1] > 8 and self.axes[1] % 8 != 0)
+        """Whether the rows of a tile arrive as they lie, because they do not lie in eights."""
+        return not self.paged and (self.anywhere or (self.axes[1] > 8 and self.axes[1] % 8 != 0))
 
     @property
-    def copies(self) -> int:
-        """Copies of a tile of keys, or of values."""
-        if self.restaged:
-            return self.key_tile if self.paged else 2
-        return self.key_tile // self.rows
+    def gathered(self) -> bool:
+        """Whether rows are copied one by one: those of a page do not lie in eights."""
+        return self.paged and self.rows % 8 != 0
+
+    def arrivals(self, interpret: bool) -> int:
+        """At the barrier of a tile of keys, or of values."""
+        if self.gathered:
+            return self.key_tile if interpret else 1
+        return 2 if self.restaged else self.key_tile // self.rows
 
 
 class Copying:
@@ -71,33 +75,25 @@ class Copying:
         self.ring = {name: smem[f"{name}{kind}"] for name in ("k", "v")}
 
     def run(self) -> None:
-        def copy(item: Item, items: Any, done: Any) -> Any:
-            self._copy_query(item, items)
-            return self._copy_keys(item, done)
-
-        items, done = self.line.walk(copy)
+        items, done = self.line.walk(self._copy_item)
         # The last slots are freed for nobody's next copy: their barriers are waited for here.
-        stages, slots = self.cfg.stages, self.cfg.q_slots
-        lax.fori_loop(jnp.maximum(done - stages, 0), done, lambda n, _: self._wait_freed(n), None)
-        lax.fori_loop(jnp.maximum(items - slots, 0), items, lambda n, _: self._wait_query(n), None)
+        lax.fori_loop(jnp.maximum(done - self.cfg.stages, 0), done, lambda n, _: self._wait_freed(n), None)
+        self._wait_query(when=items > 0)
 
     # --------------------------------------------------------------------------------------------- queries
 
-    def _wait_query(self, n: Any, when: Any = True) -> None:
-        """Until the n-th item's query has been read."""
-        slots = jnp.int32(self.cfg.q_slots)
-        pl.when(when)(lambda: plgpu.barrier_wait(self.smem["q_freed"].at[lax.rem(n + slots, slots)]))
+    def _wait_query(self, when: Any) -> None:
+        """Until the last item's query, and its place, are free."""
+        pl.when(when)(lambda: plgpu.barrier_wait(self.smem["q_freed"].at[0]))
 
     def _copy_query(self, item: Item, n: Any) -> None:
         """Each token's heads. A tile of fewer tokens takes its last one again: nothing beyond it is read. A single
         token, the common case, waits for no others."""
-        slots = self.cfg.q_slots
-        self._wait_query(n - slots, when=n >= slots)
-        slot, tiling = lax.rem(n, jnp.int32(slots)), self.cfg.work.tiling
-        filled = self.smem["q_filled"].at[slot]
+        self._wait_query(when=n > 0)
+        tiling, filled = self.cfg.work.tiling, self.smem["q_filled"].at[0]
         if self.cfg.q_direct:  # the copy engine fills the rows that a short group has not with zeros
             source = self.given["q"].at[item.token, item.head, pl.ds(_eights(item.g), 64)]
-            plgpu.copy_gmem_to_smem(source, self.smem["q"].at[slot], filled)
+            plgpu.copy_gmem_to_smem(source, self.smem["q"], filled)
             return
 
         def copy(t: int, filled: Any) -> None:
@@ -111,7 +107,7 @@ class Copying:
             @pl.when(item.tokens > 1)
             def _() -> None:
                 for t in range(1, tiling.tokens):
-                    copy(t, self.smem["q_rest"])
+                    copy(t, self.smem["q_rest"].at[0])
 
     # -------------------------------------------------------------------------------------- keys and values
 
@@ -124,25 +120,51 @@ class Copying:
             plgpu.barrier_wait(self.smem["k_freed"].at[slot])
             plgpu.barrier_wait(self.smem["v_freed"].at[slot])
 
-    def _copy_keys(self, item: Item, done: Any) -> Any:
-        """Copy an item's tiles; tiles done after it."""
+    def _copy_item(self, item: Item, items: Any, done: Any) -> Any:
+        """Copy an item's query and tiles; tiles done after it.
+
+        Its first tiles come before the query: they find room while the item before is still computed, the query does
+        not. Not so the first item's.
+        """
         first, tiles = tile_range(item.low, item.high, self.cfg.work.key_tile)
+        ahead = min(self.cfg.stages, 2)
+        pending = self.cfg.stages - 1  # of gathered tiles, beside the one that is waited for
+
+        def query(when: Any) -> None:
+            pl.when(when)(lambda: self._copy_query(item, items))
+
+        query(items == 0)
 
         def tile(n: Any, _: None) -> None:
             base = (first + n) * self.cfg.work.key_tile
             # Page numbers are read before the wait, which hides their latency.
-            pages = self._pages(item.b, base) if self.storage.paged and not self.storage.restaged else []
+            pages = self._pages(item.b, base) if self.storage.paged and not self.storage.gathered else []
+            window = self._window(item.b, self._position(item.b, base)) if self.storage.gathered else None
             self._wait_freed(done + n - self.cfg.stages, when=done + n >= self.cfg.stages)
-            slot = lax.rem(done + n, jnp.int32(self.cfg.stages))
+            slot = self._slot(done + n)
+            if bias := self.cfg.bias:
+                bias.copy(item, base, self.given["bias"], self.smem["bias"], slot, self.smem["k_filled"])
             if not self.storage.paged:
                 self._copy_rows(item, base, slot)
-            elif self.storage.restaged:
-                self._copy_single_rows(item, self._position(item.b, base), slot)
-            else:
+            elif not self.storage.gathered:
                 self._copy_pages(item, base, pages, slot)
+            elif self.interpret:
+                self._copy_single_rows(item, self._position(item.b, base), window, slot)
+            else:
+                self._gather_rows(item, self._position(item.b, base), window, slot)
+                pl.when(n >= pending)(lambda: self._gathered(done + n - pending, pending))
+            query((n == ahead - 1) & (items > 0))
 
         lax.fori_loop(0, tiles, tile, None)
+        if self.storage.gathered and not self.interpret:
+            # All of them: the next query waits for this item, which waits for its last tile.
+            for n in range(pending, 0, -1):
+                pl.when(tiles >= n)(functools.partial(self._gathered, done + tiles - n, n - 1))
+        query((tiles < ahead) & (items > 0))
         return done + tiles
+
+    def _slot(self, n: Any) -> Any:
+        return lax.rem(n, jnp.int32(self.cfg.stages))
 
     def _position(self, b: Any, key: Any) -> Any:
         return self.given["k_start"][b] + key if self.storage.anywhere else key
@@ -167,7 +189,7 @@ class Copying:
     def _copy_rows(self, item: Item, base: Any, slot: Any) -> None:
         tile, rows = self.cfg.work.key_tile, self.storage.rows
         if not self.storage.restaged:
-            for n in range(self.storage.copies):
+            for n in range(tile // rows):
                 self._copy_needed(item, base, n, slot, item.b, base + n * rows)
             return
         lead = jnp.int32(0) if self.storage.anywhere else item.b
@@ -197,32 +219,40 @@ class Copying:
             start = lax.rem(lax.div(base, jnp.int32(rows)) + n, jnp.int32(page_size // rows)) * rows
             self._copy_needed(item, base, n, slot, page, start)
 
-    def _copy_single_rows(self, item: Item, position: Any, slot: Any) -> None:
-        """One copy a row, the page numbers through shared memory."""
+    def _window(self, b: Any, position: Any) -> Any:
+        """Bring the page numbers of a tile's rows into shared memory; the first one's place in the table."""
+        page_size, per_row = self.storage.axes[1], self.storage.pages_per_row
+        assert per_row is not None
+        first = jnp.minimum(lax.div(position, jnp.int32(page_size)), per_row - 1)
+        table = self.given["block_table"].at[b]
+        stage([(table, self.smem["pages"])], first, jnp.minimum(CHUNK, per_row - first), aligned=False)
+        plgpu.commit_smem()
+        return first
+
+    def _gather_rows(self, item: Item, position: Any, first: Any, slot: Any) -> None:
+        rows = gather.Rows(self.cfg.work.key_tile, *self.storage.axes)
+        names = ("k", "v")
+        tiles = [(self.given[n], self.ring[n].at[slot], self.cfg.swizzle(n)) for n in names]
+        last = self._position(item.b, item.high - 1)
+        rows.copy(tiles, self.smem["pages"], position, last, first, item.head)
+
+    def _gathered(self, n: Any, pending: int) -> None:
+        """The n-th tile has arrived, with all but `pending` later ones."""
+        gather.wait(pending)
+        for name in ("k", "v"):
+            plgpu.barrier_arrive(self.smem[f"{name}_filled"].at[self._slot(n)])
+
+    def _copy_single_rows(self, item: Item, position: Any, first: Any, slot: Any) -> None:
+        """As `_gather_rows`, for the interpreter: one copy a row."""
         pages, page_size = self.storage.axes
         per_row, window = self.storage.pages_per_row, self.smem["pages"]
         assert per_row is not None
-        first = jnp.minimum(lax.div(position, jnp.int32(page_size)), per_row - 1)
-        table = self.given["block_table"].at[item.b]
-        stage([(table, window)], first, jnp.minimum(CHUNK, per_row - first), aligned=False)
-        plgpu.commit_smem()
+        def row(n: Any, _: None) -> None:
+            index = jnp.minimum(lax.div(position + n, jnp.int32(page_size)), per_row - 1) - first
+            page = jnp.clip(window[index], 0, pages - 1)
+            self._copy(slot, page, lax.rem(position + n, jnp.int32(page_size)), 1, item.head, n)
 
-        each = 4  # rows that each warp copies at once
-
-        def rows(step: Any, _: None) -> None:
-            places = []
-            for n in range(each * _compat.WARPS):
-                x = position + (step * (each * _compat.WARPS) + n)
-                index = jnp.minimum(lax.div(x, jnp.int32(page_size)), per_row - 1) - first
-                places.append((jnp.clip(window[index], 0, pages - 1), lax.rem(x, jnp.int32(page_size))))
-
-            def copy(warp: int) -> None:
-                for n in range(warp * each, (warp + 1) * each):
-                    self._copy(slot, *places[n], 1, item.head, step * (each * _compat.WARPS) + n)
-
-            _compat.each_warp(copy, self.interpret)
-
-        lax.fori_loop(0, self.cfg.work.key_tile // (each * _compat.WARPS), rows, None)
+        lax.fori_loop(0, self.cfg.work.key_tile, row, None)
 
 
 def _eights(x: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,10 +20,14 @@ from .partials import Partials
 from .rows import with_sink
 from .work import CHUNK
 
-AT_ONCE = 16
-"""Accumulators in flight."""
-MOST_BLOCKS_PER_RECORD = 16
-"""Blocks that share the rows of one record, under the automatic policy."""
+FEW = 2
+"""Parts that most rows have at most: no more are loaded of those."""
+FEW_ROWS = 64
+"""A call of fewer rows has many parts of each (B1 Mk8192: 17) and few blocks: a block then loads more parts at once, of
+one query head, else fewer, of several heads, so that its registers let many blocks be on an SM. Merge of B32 Mk8192
+with 8 accumulators in flight 4.1 us, with 4 2.6, with 4 of 4 heads 2.5; of B1 Mk8192 3.0, 3.4 and 4.1 (2026-12-01)."""
+MOST_BLOCKS = 2112
+"""Further rows are joined by the same blocks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,21 +58,29 @@ class Merge:
         return [jax.ShapeDtypeStruct((rows, self.partials.value_dim), self.out_dtype), self.lse.out_type(rows)]
 
     @property
-    def blocks(self) -> int:
-        if self.partials.automatic:
-            return self.partials.records * self._sharing
-        return self.partials.work.tokens * self.heads
+    def units(self) -> int:
+        return self.partials.work.tokens * self.heads // self.rows
 
     @property
-    def _sharing(self) -> int:
-        return min(self.partials.rows, MOST_BLOCKS_PER_RECORD)
+    def _many_parts(self) -> bool:
+        return self.partials.records <= FEW_ROWS
+
+    @property
+    def rows(self) -> int:
+        """Query heads that a block joins at once: those whose outputs lie one behind the other."""
+        partials = self.partials
+        whole = partials.width == partials.value_dim <= 256 and partials.work.tiling.heads % 4 == 0
+        return 4 if whole and not self._many_parts else 1
+
+    @property
+    def at_once(self) -> int:
+        """Accumulators in flight, for each row."""
+        return 24 if self._many_parts else 4
 
     def build(self, interpret: bool = False, detect_races: bool = False) -> Callable[..., tuple[jax.Array, ...]]:
         """The kernel: `reads` -> `writes`; out [rows, Dv] and lse are written in place."""
         scratch = {
-            "staged": plgpu.SMEM((self.partials.width,), self.out_dtype),
-            "weights": plgpu.SMEM((CHUNK,), jnp.float32),
-            "totals": plgpu.SMEM((CHUNK,), jnp.float32),
+            "staged": plgpu.SMEM((self.rows, self.partials.width), self.out_dtype),
             "lse_rows": plgpu.SMEM((CHUNK,), self.lse.dtype),
         }
 
@@ -79,7 +92,7 @@ class Merge:
             body,
             out_type=(),
             scratch_types=list(scratch.values()),
-            blocks=self.blocks,
+            blocks=min(self.units, MOST_BLOCKS),
             warpgroups=1,
             interpret=interpret,
             detect_races=detect_races,
@@ -98,99 +111,110 @@ class Merge:
     def _block(self, given: dict[str, Any], smem: dict[str, Any]) -> None:
         work, partials = self.partials.work, self.partials
         tokens = given["count"][0] if work.counted else jnp.int32(work.tokens)
-        block = lax.axis_index("block")
-        if not partials.automatic:
-            row, g = lax.div(block, jnp.int32(partials.group)), lax.rem(block, jnp.int32(partials.group))
+        each, block = partials.group // self.rows, lax.axis_index("block")
+
+        def unit(n: Any) -> None:
+            row, g = lax.div(n, jnp.int32(each)), lax.rem(n, jnp.int32(each)) * self.rows
             token, head = lax.div(row, jnp.int32(work.kv_heads)), lax.rem(row, jnp.int32(work.kv_heads))
 
             @pl.when(token < tokens)
             def _() -> None:
-                record = row * work.tiling.parts + lax.div(g, jnp.int32(work.tiling.heads))
-                parts = given["records"][record, 0]
-                merge = lambda: self._row(given, smem, row * partials.most, g, parts, token, head, g, tokens)  # noqa: E731
-                pl.when(parts > 1)(merge)
+                parts, whereabouts = (given["records"][partials.record(token, head, g), n] for n in range(2))
+                first = partials.first(whereabouts, token, head, g)
+                pl.when(parts > 1)(lambda: self._rows(given, smem, first[:2], first[2:], parts, token, head, g, tokens))
 
+        if self.units <= MOST_BLOCKS:
+            unit(block)
             return
-        place, first = lax.div(block, jnp.int32(self._sharing)), lax.rem(block, jnp.int32(self._sharing))
-        parts = given["records"][place, 0]
+        rounds = lax.div(self.units - block + (MOST_BLOCKS - 1), jnp.int32(MOST_BLOCKS))
+        lax.fori_loop(0, rounds, lambda n, _: unit(block + n * MOST_BLOCKS), None)
 
-        @pl.when(parts > 1)
-        def _() -> None:
-            token, count, head, g = (given["records"][place, n] for n in (1, 2, 3, 4))
-            heads = work.tiling.heads
-
-            def one(n: Any, _: None) -> None:
-                r = first + n * self._sharing
-                t, h = lax.div(r, jnp.int32(heads)), lax.rem(r, jnp.int32(heads))
-                self._row(given, smem, place, r, parts, token + t, head, g + h, tokens)
-
-            lax.fori_loop(0, lax.div(count * heads - first + (self._sharing - 1), jnp.int32(self._sharing)), one, None)
-
-    def _row(
-        self, given: Any, smem: Any, place: Any, row: Any, parts: Any, token: Any, head: Any, g: Any, tokens: Any
+    def _rows(
+        self, given: Any, smem: Any, first: Any, stats: Any, parts: Any, token: Any, head: Any, g: Any, tokens: Any
     ) -> None:
-        """Merge one query head's row: its parts' places begin at `place`."""
-        partials, stats = self.partials, given["stats"]
-        accumulators, heads = given["accumulators"], self.heads
-        layout = plgpu.Layout.WG_STRIDED((CHUNK,), 1)
-        wide = plgpu.Layout.WG_STRIDED((partials.width,), partials.width // CHUNK)
-        behind = partials.parts(place, jnp.int32(1)) - 1  # the places of parts from the second on, less their numbers
+        """Join the rows of `rows` query heads from g on. first, stats: (place, row) of the first part's accumulators
+        and statistics."""
+        partials, heads, count = self.partials, self.heads, self.rows
+        shape = (count, partials.width)
+        wide = plgpu.Layout.WG_STRIDED(shape, min(4, math.prod(shape) // CHUNK))
+        row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=wide)
 
-        def chunk(c: Any) -> tuple[Any, Any]:
-            """(maxima, sums) of parts c * CHUNK and on; a part without keys has maximum UNSEEN and sum 0."""
-            number = c * CHUNK + plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=layout)
-            found = []
-            for n, empty in ((0, UNSEEN), (1, 0.0)):
-                x = plgpu.load(stats.at[n, row, pl.ds(behind + c * CHUNK, CHUNK)], layout=layout, optimized=False)
-                x = jnp.where(number == 0, stats[n, row, place], x)
-                found.append(jnp.where(number < parts, x, empty))
-            return found[0], found[1]
+        def spread(numbers: Any, index: Any = row) -> Any:
+            """Each row its own of `rows` numbers."""
+            found = jnp.zeros_like(index, jnp.float32) + numbers[0]
+            for n, x in enumerate(numbers[1:], 1):
+                found = jnp.where(index == n, x, found)
+            return found
 
-        def load(first: Any) -> tuple[Any, ...]:
-            """AT_ONCE accumulators; the last part's again beyond it, with weight 0: loads stay in bounds."""
-            places = [partials.parts(place, jnp.minimum(first + k, parts - 1)) for k in range(AT_ONCE)]
-            return tuple(plgpu.load(accumulators.at[p, row], layout=wide, optimized=False) for p in places)
+        def numbers(group: Any, at_once: int) -> list[Any]:
+            """Parts of a group; the last one again beyond it: loads stay in bounds."""
+            return [jnp.minimum(group * at_once + k, parts - 1) for k in range(at_once)]
 
-        def weigh(m: Any, l: Any) -> None:
-            weight = jnp.where(l == 0, 0.0, jnp.exp2(m - top))
-            smem["weights"][...], smem["totals"][...] = weight, l * weight
-            plgpu.commit_smem()
+        def statistic(which: int, k: Any) -> list[Any]:
+            """The maxima (0) or sums (1) of part k."""
+            return [given["stats"][partials.parts(stats[0], k), which, stats[1] + r] for r in range(count)]
 
-        def add(at: Any, loaded: tuple[Any, ...], carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        def load(group: Any, at_once: int) -> tuple[list[Any], ...]:
+            found = numbers(group, at_once)
+            at = (given["accumulators"].at[partials.parts(first[0], k), pl.ds(first[1], count)] for k in found)
+            loaded = [plgpu.load(x, layout=wide, optimized=False) for x in at]
+            return loaded, [statistic(0, k) for k in found], [statistic(1, k) for k in found]
+
+        def highest(maxima: Any, top: Any) -> list[Any]:
+            return [functools.reduce(jnp.maximum, of_row) for of_row in zip(top, *maxima)]
+
+        def add(group: Any, loaded: Any, top: Any, carry: Any) -> tuple[Any, Any]:
+            """One product and one sum a part, so that no compiler has a choice: bits do not depend on the groups."""
             acc, total = carry
-            for k, x in enumerate(loaded):
-                acc, total = acc + x * smem["weights"][at + k], total + smem["totals"][at + k]
+            at_once = len(loaded[0])
+            for n, (x, m, l) in enumerate(zip(*loaded)):
+                some = group * at_once + n < parts
+                l = [jnp.where(some, b, 0.0) for b in l]
+                # A part without keys has maximum UNSEEN, which is finite, and sum 0.
+                weights = [jnp.where(b == 0, 0.0, jnp.exp2(a - y)) for a, b, y in zip(m, l, top)]
+                acc, total = acc + x * spread(weights), tuple(z + b * w for z, b, w in zip(total, l, weights))
             return acc, total
 
-        def rest(c: Any, skip: int, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-            """The parts of chunk c behind its first `skip` groups."""
-            steps = lax.div(jnp.minimum(parts - c * CHUNK, CHUNK) + (AT_ONCE - 1), jnp.int32(AT_ONCE))
-            one = lambda n, carry: add(n * AT_ONCE, load(c * CHUNK + n * AT_ONCE), carry)  # noqa: E731
-            return lax.fori_loop(skip, steps, one, carry)
+        zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), wide)
+        none, lowest = (zero, (jnp.float32(0),) * count), (jnp.float32(UNSEEN),) * count
 
-        # Most rows have few parts: the first ones' accumulators are on their way while the weights are formed.
-        m, l = chunk(jnp.int32(0))
-        loaded = load(jnp.int32(0))
-        chunks = lax.div(parts + (CHUNK - 1), jnp.int32(CHUNK))
-        top = lax.fori_loop(1, chunks, lambda c, top: jnp.maximum(top, chunk(c)[0].max()), m.max())
-        weigh(m, l)
-        zero = plgpu.layout_cast(jnp.zeros((partials.width,), jnp.float32), wide)
-        carry = rest(jnp.int32(0), 1, add(jnp.int32(0), loaded, (zero, jnp.float32(0))))
+        def few() -> Any:
+            loaded = load(parts * 0, FEW)
+            top = highest(loaded[1], lowest)
+            return *add(parts * 0, loaded, top, none), tuple(top)
 
-        def join(c: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-            weigh(*chunk(c))
-            return rest(c, 0, carry)
+        def many() -> Any:
+            groups = lax.div(parts + (self.at_once - 1), jnp.int32(self.at_once))
+            loaded = load(parts * 0, self.at_once)
 
-        acc, total = lax.fori_loop(1, chunks, join, carry)
+            def rise(n: Any, top: Any) -> Any:
+                return tuple(highest([statistic(0, k) for k in numbers(n, self.at_once)], top))
+
+            top = lax.fori_loop(1, groups, rise, tuple(highest(loaded[1], lowest)))
+            carry = add(parts * 0, loaded, top, none)
+            more = lambda n, carry: add(n, load(n, self.at_once), top, carry)  # noqa: E731
+            return *lax.fori_loop(1, groups, more, carry), top
+
+        acc, total, top = lax.cond(parts <= FEW, few, many)
         if self.sinks:
-            sink = given["sinks"][head, g].astype(jnp.float32) * math.log2(math.e)
-            (acc,), top, total = with_sink((acc,), top, total, sink)
-        smem["staged"][...] = (acc / jnp.where(total > 0, total, 1)).astype(self.out_dtype)
-        # As a vector of equal rows: float64 arithmetic is one text for decode and for this.
-        smem["lse_rows"][...] = self.lse.value(*(jnp.zeros((CHUNK,), jnp.float32) + x for x in (top, total)))
-        plgpu.commit_smem()
+            sinks = [given["sinks"][head, g + r].astype(jnp.float32) * math.log2(math.e) for r in range(count)]
+            joined = [with_sink(m, l, sink) for m, l, sink in zip(top, total, sinks)]
+            rescale, top, total = zip(*joined)
+            acc = acc * spread(rescale)
+        out = (acc / spread([jnp.where(x > 0, x, 1.0) for x in total])).astype(self.out_dtype)
         query_head = head * partials.group + g
-        target = given["out"].at[token * heads + query_head]
-        plgpu.copy_smem_to_gmem(smem["staged"].at[pl.ds(0, partials.value_dim)], target)
-        given["lse"][self.lse.place(token, query_head, tokens)] = smem["lse_rows"][0]
-        plgpu.wait_smem_to_gmem(0)
+        target = given["out"].at[pl.ds(token * heads + query_head, count)]
+        staged = partials.width != partials.value_dim
+        if staged:
+            smem["staged"][...] = out
+        else:
+            _compat.store(target, out)
+        # As a vector, a row a thread: float64 arithmetic is one text for decode and for this.
+        one_each = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=plgpu.Layout.WG_STRIDED((CHUNK,), 1))
+        smem["lse_rows"][...] = self.lse.value(spread(top, one_each), spread(total, one_each))
+        plgpu.commit_smem()
+        for r in range(count):
+            given["lse"][self.lse.place(token, query_head + r, tokens)] = smem["lse_rows"][r]
+        if staged:
+            plgpu.copy_smem_to_gmem(smem["staged"].at[:, pl.ds(0, partials.value_dim)], target)
+            plgpu.wait_smem_to_gmem(0)

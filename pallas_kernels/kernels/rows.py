@@ -32,38 +32,29 @@ class Computing:
         self.columns = [(warpgroup * each + at, min(cfg.columns, each - at)) for at in range(0, each, cfg.columns)]
 
     def run(self) -> None:
-        if self.cfg.split and self.cfg.work.policy.automatic and self.warpgroup == 0:
-            self.written["records"][lax.axis_index("block"), 0] = jnp.int32(0)
-
-        def compute(item: Item, items: Any, done: Any) -> Any:
-            self._take_query(item, items)
-            return self._compute(item, items, done)
-
-        self.line.walk(compute)
+        self.line.walk(self._compute)
         plgpu.wait_smem_to_gmem(0)
 
     # --------------------------------------------------------------------------------------------- queries
 
-    def _slot(self, n: Any) -> Any:
-        return lax.rem(n, jnp.int32(self.cfg.q_slots))
-
-    def _take_query(self, item: Item, n: Any) -> None:
-        plgpu.barrier_wait(self.smem["q_filled"].at[self._slot(n)])
+    def _take_query(self, item: Item) -> None:
+        plgpu.barrier_wait(self.smem["q_filled"].at[0])
         if self.cfg.work.tiling.tokens > 1:
-            pl.when(item.tokens > 1)(lambda: plgpu.barrier_wait(self.smem["q_rest"]))
-        if self.cfg.q_direct:
-            return
-        raw = self.smem["q_raw"].at[:, pl.ds(0, self.cfg.head_dim)]
-        self.smem["q"][0] = plgpu.load(raw, layout=plgpu.Layout.WGMMA, optimized=False)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(self.smem["q_freed"].at[0])
+            pl.when(item.tokens > 1)(lambda: plgpu.barrier_wait(self.smem["q_rest"].at[0]))
+        if not self.cfg.q_direct:
+            raw = self.smem["q_raw"].at[:, pl.ds(0, self.cfg.head_dim)]
+            self.smem["q"][...] = plgpu.load(raw, layout=plgpu.Layout.WGMMA, optimized=False)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(self.smem["q_freed"].at[0])
 
     # ----------------------------------------------------------------------------------------------- tiles
 
     def _compute(self, item: Item, n: Any, done: Any) -> Any:
+        self._take_query(item)
         first, tiles = tile_range(item.low, item.high, self.cfg.work.key_tile)
-        q = self.smem["q"].at[self._slot(n) if self.cfg.q_direct else 0]
         bounds = self._bounds(item)
+        if bias := self.cfg.bias:
+            bias.prepare(item, self.given["bias"], None if bias.by_key else self.smem["bias"].at[self.warpgroup])
         zeros = lambda *shape: jnp.zeros(shape, jnp.float32)  # noqa: E731
         carry = (
             tuple(plgpu.layout_cast(zeros(ROWS, width), plgpu.Layout.WGMMA) for _, width in self.columns),
@@ -72,11 +63,11 @@ class Computing:
         )
 
         def tile(x: Any, carry: Any) -> Any:
-            return self._tile(q, done + x, (first + x) * self.cfg.work.key_tile, item, bounds, carry)
+            return self._tile(done + x, (first + x) * self.cfg.work.key_tile, item, bounds, carry)
 
         acc, m, l = lax.fori_loop(0, tiles, tile, carry)
         if self.cfg.q_direct:
-            plgpu.barrier_arrive(self.smem["q_freed"].at[self._slot(n)])
+            plgpu.barrier_arrive(self.smem["q_freed"].at[0])
         if not self.cfg.split:
             self._store_final(item, acc, m, l)
         else:
@@ -102,7 +93,7 @@ class Computing:
         high = item.high if window.right is None else jnp.minimum(item.high, here + window.right + 1)
         return low, high
 
-    def _tile(self, q: Any, n: Any, base: Any, item: Item, bounds: Any, carry: Any) -> Any:
+    def _tile(self, n: Any, base: Any, item: Item, bounds: Any, carry: Any) -> Any:
         acc, m, l = carry
         smem, keys = self.smem, self.cfg.work.key_tile
         slot = lax.rem(n, jnp.int32(self.cfg.stages))
@@ -110,13 +101,15 @@ class Computing:
         k = self._restage("k", slot, base, item) if self.cfg.storage.restaged else smem["k"].at[slot]
 
         def multiply(ref: Any) -> jax.Array:
-            plgpu.wgmma(ref, q, k.transpose((1, 0)))
+            plgpu.wgmma(ref, smem["q"], k.transpose((1, 0)))
             return ref[...]
 
         s = pl.run_scoped(multiply, plgpu.ACC((ROWS, keys), jnp.float32))
         if not self.cfg.storage.restaged:
             plgpu.barrier_arrive(smem["k_freed"].at[slot])
         s, unit = self._score(s)
+        if bias := self.cfg.bias:  # read before the values of its slot are freed
+            s, unit = bias.add(s, unit, smem["bias"].at[slot if bias.by_key else self.warpgroup]), 1.0
         s = self._masked(s, base, item, bounds)
         new = jnp.maximum(m, s.max(axis=1) * unit)
         rescale = jnp.exp2(m - new)
@@ -131,8 +124,9 @@ class Computing:
             v = smem["v"].at[slot]
             pl.when((base < item.low) | (base + keys > item.high))(lambda: self._clear_values(v, base, item))
         p = p.astype(self.cfg.dtype)
+        detour = smem["p"].at[self.warpgroup] if "p" in smem else None
         acc = tuple(
-            _compat.weighted_values(p, v.at[:, pl.ds(at, width)], x, smem.get(f"p{self.warpgroup}"))
+            _compat.weighted_values(p, v.at[:, pl.ds(at, width)], x, detour)
             for x, (at, width) in zip(acc, self.columns)
         )
         if not self.cfg.storage.restaged:
@@ -229,62 +223,32 @@ class Computing:
                 for t in range(1, tiling.tokens):
                     pl.when(t < item.tokens)(functools.partial(copy, t))
 
-    def _share_stats(self, m: jax.Array, l: jax.Array) -> None:
-        """Rows' maxima and sums to shared memory."""
-        for n, x in enumerate((m, l)):
-            self.smem["stats"][n, pl.ds(0, ROWS)] = x
-        plgpu.commit_smem()
-
-    def _each_row(self, item: Item, store: Any) -> None:
-        """store(t, head of the tile, row of the tile) for every row that a token and a head have."""
-        tiling = self.cfg.work.tiling
-
-        def token(t: Any, _: None) -> None:
-            head = lambda h, _: store(t, h, t * tiling.pitch + h)  # noqa: E731
-            lax.fori_loop(0, tiling.heads, head, None, unroll=tiling.heads <= 8)
-
-        token(0, None) if tiling.tokens == 1 else lax.fori_loop(0, item.tokens, token, None)
-
     def _store_partial(self, item: Item, acc: Any, m: jax.Array, l: jax.Array) -> None:
-        partials, tiling = self.cfg.partials, self.cfg.work.tiling
-        block = lax.axis_index("block")
+        partials, tiling, share = self.cfg.partials, self.cfg.work.tiling, self.line.share
 
         def target(t: int, columns: Any) -> Any:
-            place, row = partials.place(item, t, block)
+            place, row = partials.place(item, t, share)
             return self.written["accumulators"].at[place, pl.ds(row, tiling.heads), columns]
 
-        self._store_rows(self.smem[f"partial{self.warpgroup}"], acc, item, target)
+        self._store_rows(self.smem["partial"].at[self.warpgroup], acc, item, target)
         if self.warpgroup:
             return
-        self._share_stats(m, l)
-        stats = self.written["stats"]
-
-        def store(t: Any, h: Any, r: Any) -> None:
-            place, row = partials.place(item, t, block)
-            stats[0, row + h, place], stats[1, row + h, place] = self.smem["stats"][0, r], self.smem["stats"][1, r]
-
-        self._each_row(item, store)
+        self.smem["stats"][0], self.smem["stats"][1] = m, l
+        plgpu.commit_smem()
+        target_of_stats = self.written["stats"].at[partials.stats_place(item, share)]
+        plgpu.copy_smem_to_gmem(self.smem["stats"], target_of_stats)
 
     def _record(self, item: Item) -> None:
         """What the merge has to know, from whoever has a row's first piece."""
         if self.warpgroup:
             return
-        records, work = self.written["records"], self.cfg.work
-        if work.policy.automatic:
-
-            @pl.when((item.piece == 0) & jnp.logical_not(item.whole))
-            def _() -> None:
-                block = lax.axis_index("block")
-                for n, x in enumerate((item.pieces, item.token, item.tokens, item.head, item.g)):
-                    records[block, n] = x
-
-            return
+        records, partials = self.written["records"], self.cfg.partials
 
         @pl.when(item.piece == 0)
         def _() -> None:
             def token(t: Any, _: None) -> None:
-                row = (item.token + t) * work.kv_heads + item.head
-                records[row * work.tiling.parts + lax.div(item.g, jnp.int32(work.tiling.heads)), 0] = item.pieces
+                record = partials.record(item.token + t, item.head, item.g)
+                records[record, 0], records[record, 1] = item.pieces, partials.whereabouts(t, self.line.share)
 
             lax.fori_loop(0, item.tokens, token, None)
 
@@ -298,27 +262,32 @@ class Computing:
         def target(t: int, columns: Any) -> Any:
             return self.written["out"].at[item.token + t, item.head, pl.ds(item.g, tiling.heads), columns]
 
-        self._store_rows(self.smem[f"{cfg.staging_of_final}{self.warpgroup}"], acc, item, target)
+        self._store_rows(self.smem[cfg.staging_of_final].at[self.warpgroup], acc, item, target)
         if self.warpgroup:
             return
-        self._share_stats(m, l)
+        for n, x in enumerate((m, l)):
+            self.smem["final_stats"][n, pl.ds(0, ROWS)] = x
+        plgpu.commit_smem()
         # One row a thread: a layout of matrix rows holds no float64 that can be stored.
         one_each = plgpu.Layout.WG_STRIDED((CHUNK,), 1)
-        m, l = (plgpu.load(self.smem["stats"].at[n], layout=one_each, optimized=False) for n in (0, 1))
+        m, l = (plgpu.load(self.smem["final_stats"].at[n], layout=one_each, optimized=False) for n in (0, 1))
         self.smem["lse_rows"][...] = cfg.lse.value(m, l)
         plgpu.commit_smem()
+        # Written out, so that the loads and stores of many rows are under way at once.
+        for t in range(tiling.tokens):
 
-        def store(t: Any, h: Any, r: Any) -> None:
-            head = item.head * (tiling.heads * tiling.parts) + item.g + h
-            place = cfg.lse.place(item.token + t, head, self.line.tokens)
-            self.written["lse"][place] = self.smem["lse_rows"][r]
+            def store(t: int = t) -> None:
+                for h in range(tiling.heads):
+                    head = item.head * (tiling.heads * tiling.parts) + item.g + h
+                    place = cfg.lse.place(item.token + t, head, self.line.tokens)
+                    self.written["lse"][place] = self.smem["lse_rows"][t * tiling.pitch + h]
 
-        self._each_row(item, store)
+            store() if t == 0 else pl.when(t < item.tokens)(store)
 
     def _with_sinks(self, item: Item, acc: Any, m: jax.Array, l: jax.Array) -> Any:
         """A sink is one more key, of its own logit and value 0 (`softmax.finish`)."""
         tiling = self.cfg.work.tiling
-        sinks = self.smem[f"sinks{self.warpgroup}"]
+        sinks = self.smem["sinks"].at[self.warpgroup]
 
         def head(h: Any, _: None) -> None:
             logit = self.given["sinks"][item.head, item.g + h].astype(jnp.float32) * math.log2(math.e)
@@ -328,13 +297,12 @@ class Computing:
         lax.fori_loop(0, tiling.heads, head, None)
         plgpu.commit_smem()
         sink = plgpu.load(sinks, layout=PER_ROW, optimized=False)
-        return with_sink(acc, m, l, sink)
+        rescale, m, l = with_sink(m, l, sink)
+        return tuple(x * lax.broadcast_in_dim(rescale, x.shape, [0]) for x in acc), m, l
 
 
-def with_sink(acc: Any, m: Any, l: Any, sink: Any) -> Any:
-    """(acc, m, l) of rows with their sinks, in units of log 2, joined; acc is a tuple of [rows, columns]."""
+def with_sink(m: Any, l: Any, sink: Any) -> tuple[Any, Any, Any]:
+    """(rescale of the accumulator, m, l) of rows with their sinks, in units of log 2, joined."""
     top = jnp.maximum(m, jnp.maximum(sink, UNSEEN))
     rescale = jnp.exp2(m - top)
-    added = jnp.exp2(sink - top)
-    acc = tuple(x * (lax.broadcast_in_dim(rescale, x.shape, [0]) if rescale.ndim else rescale) for x in acc)
-    return acc, top, l * rescale + added
+    return rescale, top, l * rescale + jnp.exp2(sink - top)

@@ -1,12 +1,12 @@
 """Who computes what: the work of a call as one line of key tiles, cut into equal shares on the device.
 
 Query rows that see the same keys share a 64-row tile (`Tiling`). Every tile of every sequence has a stretch of the
-line, one unit for each tile of keys that it reads and some for its beginning and end; a block's share is an interval of
-the line, so that all blocks finish together whatever the lengths, and no host needs to know them.
+line, one unit for each tile of keys that it reads and some for its beginning and end; a share is an interval of the
+line, so that all shares finish together whatever the lengths, and no host needs to know them.
 
 Where the pieces of a sequence's keys lie depends on its own length and the split policy alone; a share then holds the
-whole pieces that begin in it. Under the automatic policy a share is cut anywhere, and a piece is what a block has of a
-row: at most two blocks' ends a share, whatever the batch.
+whole pieces that begin in it. Under the automatic policy a row is cut where shares end, and a piece is what a share has
+of a row: at most two unfinished ones a share, whatever the batch.
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ FEW = 4
 """Sequences that are planned one by one instead."""
 MAX_TILE_TOKENS = 16
 """Query tokens of one tile at most; each takes a copy of its own, and decode brings few."""
+LEAST_UNITS = 8
+"""Of the line in each share, or only the first share of each block has any: a row of many parts takes the merge longer
+(B1 Mk8192 in 264 shares: 4.1 us, in 132: 2.8; 2026-12-01)."""
 MAX_BATCH = 4096
 """Sequences of a call whose lengths are on the device: their places on the line are kept in shared memory."""
 
 
 def key_tile(head_dim: int, value_dim: int) -> int:
     """Keys of one step. Part of the numerics (it decides the order in which keys are added up): what lets two stages of
-    keys and values fit into shared memory."""
-    widest = max(head_dim, value_dim)
-    return 128 if widest <= 128 else 64 if widest <= 256 else 32
+    keys and values fit into shared memory, for each of a block's shares."""
+    return 64 if max(head_dim, value_dim) <= 256 else 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +97,7 @@ class SplitPolicy:
 
 
 class Item(NamedTuple):
-    """A query tile and the keys [low, high) that a block computes of it at once.
+    """A query tile and the keys [low, high) that are computed of it at once.
 
     token: the tile's first query token, of the packed ones; tokens: how many it has (at least 1); i: the first one's
     place in its sequence; g: the first of its query heads in the group. whole: these are all keys that the tile sees;
@@ -147,6 +149,9 @@ class Work:
     max_keys: int
     counted: bool
     blocks: int
+    shares: int
+    """One or two for each block, which it computes side by side, each with warpgroups and tiles of its own: while one
+    begins or ends a row, or waits for a product, the other keeps the memory busy."""
     cost: int
     """Units of the beginning and end of a piece."""
 
@@ -208,10 +213,10 @@ class Work:
 
 
 class Line:
-    """The line of a call, at tracing time: what both warpgroups of a block read."""
+    """The line of a call, at tracing time, as the warpgroups that have a share of it read it."""
 
-    def __init__(self, work: Work, given: dict[str, Any], smem: dict[str, Any]) -> None:
-        self.work, self.given, self.smem = work, given, smem
+    def __init__(self, work: Work, given: dict[str, Any], smem: dict[str, Any], share: Any) -> None:
+        self.work, self.given, self.smem, self.share = work, given, smem, share
         self.tokens = given["count"][0] if work.counted else jnp.int32(work.tokens)
         if work.equal_queries is not None:
             self.sequences = lax.div(self.tokens, jnp.int32(work.equal_queries))
@@ -270,8 +275,8 @@ class Line:
     # --------------------------------------------------------------------------------- shares and items
 
     def walk(self, do: Callable[[Item, Any, Any], Any]) -> tuple[Any, Any]:
-        """`do(item, items before, tiles before) -> tiles done` for this block's items, in order; (items, tiles)."""
-        first, end, size = self.share()
+        """`do(item, items before, tiles before) -> tiles done` for this share's items, in order; (items, tiles)."""
+        first, end, size = self._interval()
 
         def one(carry: tuple[Place, Any, Any]) -> tuple[Place, Any, Any]:
             place, items, done = carry
@@ -283,11 +288,12 @@ class Line:
         _, items, done = lax.while_loop(lambda carry: carry[0].at < end, one, (first, zero, zero))
         return items, done
 
-    def share(self) -> tuple[Place, Any, Any]:
-        """(where this block begins, where it ends, length of every share)."""
+    def _interval(self) -> tuple[Place, Any, Any]:
+        """(where this share begins, where it ends, length of every share)."""
         total = self._total()
-        size = jnp.maximum(_ceil(total, self.work.blocks), 1)
-        begin = lax.axis_index("block") * size
+        shares = jnp.where(total < LEAST_UNITS * self.work.shares, self.work.blocks, self.work.shares)
+        size = jnp.maximum(_ceil(total, shares), 1)
+        begin = self.share * size
         first = self._find(begin)
         return first, self._end(begin + size, total), size
 
@@ -391,7 +397,7 @@ class Line:
         return Place(at, *lax.cond((at < here) | same_head | same_sequence, current, following))
 
     def item(self, place: Place, end: Any, size: Any) -> tuple[Item, Any]:
-        """What a block does at a place of its share, and the place after it."""
+        """What is done at a place of the share, and the place after it."""
         work = self.work
         at, b, start, q_len, k_len, here, head, tile = place
         i = lax.div(tile, jnp.int32(work.tiling.parts)) * work.tiling.tokens
@@ -402,12 +408,11 @@ class Line:
         if work.policy.automatic:
             after = jnp.minimum(end, here + units)
             whole = (at == here) & (after == here + units)
-            block = lax.axis_index("block")
 
             def shared() -> tuple[Any, Any]:
-                """(this block's part, parts): a share that ends in a row's beginning has none of it."""
+                """(this share's part, parts): a share that ends in a row's beginning has none of it."""
                 begun = lax.div(here + work.cost, size)
-                return block - begun, lax.div(here + units - 1, size) - begun + 1
+                return self.share - begun, lax.div(here + units - 1, size) - begun + 1
 
             piece, pieces = lax.cond(whole, lambda: one, shared)
             low = jnp.maximum(low, (first + jnp.maximum(at - here - work.cost, 0)) * work.key_tile)

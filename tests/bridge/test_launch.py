@@ -189,6 +189,45 @@ def test_right_and_the_same_bits_as_jax(case, page_size, dtype):
     np.testing.assert_array_equal(np.asarray(jax_lse), lse.cpu().numpy())
 
 
+BIASES = {
+    "all-axes": ((3, 8, 2, 320), "float32"),
+    "of-heads": ((1, 8, 1, 320), "bfloat16"),
+    "tree": ((1, 1, 2, 320), "float16"),
+    "of-keys": ((3, 1, 1, 320), "float32"),
+    "of-rows": ((3, 8, 2, 1), "float32"),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+@pytest.mark.parametrize("name", BIASES)
+def test_array_biases_are_right_and_the_same_bits_as_jax(name, kv_heads):
+    shape, dtype = BIASES[name]
+    rng = np.random.default_rng(2)
+    q = cases.round_f32(rng.standard_normal((3, 2, 8, 128)), "bfloat16")
+    k, v = (cases.round_f32(rng.standard_normal((3, 320, kv_heads, 128)), "bfloat16") for _ in range(2))
+    bias = cases.round_f32(2 * rng.standard_normal(shape), dtype)
+    bias[rng.random(shape) < 0.2] = -np.inf
+    bias[-1, -1, -1] = -np.inf
+    lengths = np.array([320, 100, 7], np.int32)
+    arrays = [jnp.asarray(x, "bfloat16") for x in (q, k, v)]
+    for options in ({}, {"num_splits": 1}, {"num_splits": 3}, {"split_size": 96}):
+        out, lse = bridge.memory_efficient_attention_forward_requires_grad(
+            *(cuda(x, "bfloat16") for x in (q, k, v)), cuda(bias, dtype),
+            kv_lengths=torch.from_numpy(lengths).cuda(), backend="hopper", **options,
+        )  # fmt: skip
+        call = lambda *x, o=options, b="hopper": pk.memory_efficient_attention_forward_requires_grad(  # noqa: E731
+            *x[:4], kv_lengths=x[4], backend=b, **o
+        )
+        given = (*arrays, jnp.asarray(bias, dtype), jnp.asarray(lengths))
+        jax_out, jax_lse = jax.jit(call)(*given)
+        np.testing.assert_array_equal(np.asarray(jax_out).view(np.int16), out.cpu().view(torch.int16).numpy())
+        np.testing.assert_array_equal(np.asarray(jax_lse), lse.cpu().numpy())
+        want_out, want_lse = call(*given, o={}, b="reference")
+        checks.close(frontend.numpy(out), np.asarray(want_out, np.float64), *cases.TOLERANCES["bfloat16"])
+        checks.close(frontend.numpy(lse), np.asarray(want_lse, np.float64), *cases.LSE_TOLERANCE)
+
+
 @pytest.mark.gpu
 def test_partials_have_a_float64_lse_that_rounds_to_jax_s():
     q, k, v, mask = padded(3, 256, [256, 100, 0])

@@ -1,6 +1,7 @@
 """The short way of eager calls on a faked card: what is launched, on which memory, and what takes the long way."""
 
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -122,6 +123,52 @@ def test_right_through_addresses(monkeypatch, no_long_way, way, options):
         target.fill_(torch.nan)
         if not again:
             no_long_way()
+
+
+@pytest.mark.parametrize(
+    "shape,expanded,lengths",
+    [((3, HEADS, 1, SLOT), False, [SLOT, 7, 0]), ((1, HEADS, 1, SLOT), True, None), ((3, 1, 1, 1), False, None)],
+)
+def test_array_biases_through_addresses(monkeypatch, no_long_way, shape, expanded, lengths):
+    """The bias is read where it lies, with room for a capacity behind it; an expanded one is read as it is stored."""
+    card = Card(INTERPRETER_SMS, execute=True).install(monkeypatch)
+    generator, capacity = torch.Generator().manual_seed(3), 4
+    draw = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
+    q, k, v = (
+        roomy(draw(3, n, h, DIM).bfloat16(), capacity) for n, h in ((1, HEADS), (SLOT, KV_HEADS), (SLOT, KV_HEADS))
+    )
+    bias = draw(*shape)
+    bias[..., 1::3] = -torch.inf if shape[-1] > 1 else 0
+    bias = roomy(bias, capacity if shape[0] > 1 else 1)
+    given = bias.expand(3, -1, -1, -1) if expanded else bias
+    used = None
+    if lengths is not None:
+        used = roomy(torch.tensor(lengths, dtype=torch.int32), capacity)
+    call = functools.partial(bridge.memory_efficient_attention_forward_requires_grad, kv_lengths=used)
+    want = call(q, k, v, given, backend="reference")
+    for again in range(2):
+        found = call(q, k, v, given)
+        for x, y in zip(found, want):
+            assert x.dtype == y.dtype
+            torch.testing.assert_close(x, y, atol=2e-2, rtol=1e-2)
+        _, names, addresses = card.launched[-2 if "records" in card.launched[-1][1] else -1]
+        assert dict(zip(names, addresses))["bias"] == bias.data_ptr()
+        if not again:
+            no_long_way()
+
+
+def test_array_biases_that_are_not_launched(card):
+    q, k = torch.zeros(2, 1, 2, 4, DIM, dtype=torch.half), torch.zeros(2, SLOT, 2, 4, DIM, dtype=torch.half)
+    call = functools.partial(bridge.memory_efficient_attention, q, k, k, backend="hopper")
+    call(torch.zeros(2, 2, 4, 1, SLOT))
+    call(torch.zeros(1, 1, 1, 1, SLOT).expand(2, 2, 4, 1, SLOT))
+    for bias, reason in (
+        (torch.zeros(2, 2, 1, 1, SLOT), "contiguous"),  # every head has its own keys, so the two axes are one
+        (torch.zeros(2, 2, 4, 1, SLOT + 8)[..., :SLOT], "contiguous"),
+        (torch.zeros(2, 2, 4, 1, SLOT, dtype=torch.float64), "float64"),
+    ):
+        with pytest.raises(UnsupportedError, match=reason):
+            call(bias)
 
 
 # -------------------------------------------------------------------------------------------- the short way

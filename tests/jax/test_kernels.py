@@ -15,7 +15,7 @@ import jax_frontend as frontend
 import oracle
 import pallas_kernels as pk
 from benchmarks.mask_choice import mask_of
-from pallas_kernels.kernels import _compat
+from pallas_kernels.kernels import _compat, merge
 from pallas_kernels.problem import build
 from pallas_kernels.program import Target, program, run, unsupported
 
@@ -246,3 +246,19 @@ def test_a_nan_among_the_keys_is_seen_in_output_and_lse():
     assert np.isnan(frontend.numpy(out)[0]).all() and np.isfinite(frontend.numpy(out)[1]).all()
     lse = frontend.numpy(lse).reshape(2, 2)
     assert np.isnan(lse[:, 0]).all() and np.isfinite(lse[:, 1]).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"num_splits": 3}, {"split_size": 50}], ids=str)
+def test_values_do_not_depend_on_how_the_merge_is_laid_out(options, monkeypatch):
+    """Heads one by one with many parts in flight, or four at once, by as many blocks as there are rows or by few. (On a
+    card bits do not, either; a CPU's compiler takes another exp2 for several numbers than for one.)"""
+    given = dict(group=4, kv_heads=2, dim=128, dtype="float16", slot=304, sinks=True, **options)
+    problem, operands, _, (want, want_lse) = call([1, 3, 0, 1], [300, 40, 9, 0], window=(None, 0), **given)
+    for few_rows, most_blocks in ((64, 2112), (0, 2112), (0, 3)):
+        monkeypatch.setattr(merge, "FEW_ROWS", few_rows)
+        monkeypatch.setattr(merge, "MOST_BLOCKS", most_blocks)
+        jax.clear_caches()
+        out, lse = jax.jit(run, static_argnums=(0, 1))(problem, INTERPRETER, operands)
+        assert not _compat.races_found()
+        checks.close(frontend.numpy(out).reshape(want.shape), want, *cases.TOLERANCES["float16"])
+        checks.close(frontend.numpy(lse).reshape(want_lse.shape), want_lse, *cases.LSE_TOLERANCE)

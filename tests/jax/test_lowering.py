@@ -29,6 +29,7 @@ def lowering_cases():
                 next(turns)
             storage = 16 if (dim, storage) == (512, 1) else storage  # its keys would not lie in eights
             yield group, dim, ("bfloat16", "float16")[n % 2], storage, policy, counted, partial
+    yield 24, 96, "bfloat16", "padded", 3, False, False  # values of one and a half swizzles, staged in many rows
     for n, storage in enumerate(STORAGES):
         for policy in (n % 4, (n + 2) % 4):
             yield 4, 64, "bfloat16", storage, policy, policy > 1, n % 3 == 0
@@ -101,7 +102,8 @@ def test_the_jitted_function_is_the_programs_kernels_and_nothing_else(storage):
     "change,reason",
     [
         (dict(head_dim=48, value_dim=48), "head_dim"), (dict(value_dim=40), "head_dim"), (dict(group=129), "129"),
-        (dict(bias=(1, 1, 1, 1, 8)), "bias"), (dict(sinks="float64"), "sinks"),
+        (dict(bias=(1, 1, 1, 1, 9)), "9 keys"), (dict(bias=(1, 1, 1, 1, 8), bias_dtype="float64"), "float64 bias"),
+        (dict(sinks="float64"), "sinks"),
         (dict(q_dtype="float32", key_format="float32"), "dtype"), (dict(key_format="int4/int32"), "low-bit"),
         (dict(queries=65), "query tokens"), (dict(out_dtype="float8_e4m3fn"), "output"),
         (dict(batch=5000, queries=5000), "5000 sequences"), (dict(head_dim=512, value_dim=512, group=12), "12 query"),
