@@ -21,7 +21,7 @@ from .kernels.decode import Decode
 from .kernels.lse import LsePlace
 from .kernels.merge import Merge
 from .kernels.partials import Partials
-from .kernels.work import MAX_BATCH, MAX_TILE_TOKENS, ROWS, SplitPolicy, Tiling, Work, key_tile
+from .kernels.work import MAX_BATCH, MAX_TILE_TOKENS, ROWS, SplitPolicy, Tiling, Work, key_tile, most_shares
 from .problem import Operands, Problem
 
 Role = Literal["in", "out", "workspace"]
@@ -89,6 +89,8 @@ MAX_STAGES = 6
 BYTES_PER_US, SM_BYTES_PER_US = 4.2e6, 39e3
 """Of keys and values, what decode reaches on an H200, and what one of its SMs does when few are busy (B1 Mk8192 with
 one piece a row: 108 us; 2026-11-30)."""
+SHARE_BYTES_PER_US = 30e3, 19.5e3
+"""What one of two shares of an SM does alone (estimated), and beside the other."""
 MERGE_US = 3.0
 """What a second launch costs (2.4 to 3.5 us, 2026-11-30)."""
 
@@ -148,7 +150,8 @@ def resolve(problem: Problem, target: Target) -> Problem:
     rounds = -(-rows // (target.sms * each_sm))
     row_bytes = 2 * p.equal_keys * (p.head_dim + p.value_dim)
     # Of whole rows, a share has at most `rounds`; while it has any, the others' idleness only leaves it more bandwidth.
-    lost = rounds * row_bytes / (SM_BYTES_PER_US / each_sm) - rows * row_bytes / BYTES_PER_US
+    rate = SM_BYTES_PER_US if each_sm == 1 else SHARE_BYTES_PER_US[rows > target.sms]
+    lost = rounds * row_bytes / rate - rows * row_bytes / BYTES_PER_US
     return dataclasses.replace(p, num_splits=1) if lost < MERGE_US else p
 
 
@@ -205,11 +208,12 @@ def _direct(p: Problem) -> bool:
 
 def _shares_of_block(p: Problem) -> int:
     """Two where shared memory holds the tiles of both; several tokens' queries, or an array bias, take the room."""
-    small = max(p.head_dim, p.value_dim) <= 128
-    return 2 if small and _tiling(p).tokens == 1 and _direct(p) and p.bias is None else 1
+    one = _tiling(p).tokens > 1 or not _direct(p) or p.bias is not None
+    return 1 if one else most_shares(p.head_dim, p.value_dim)
 
 
-def _decode(p: Problem, target: Target, counted: bool) -> Decode:
+def _decode(p: Problem, target: Target, counted: bool, shares: int | None = None) -> Decode:
+    shares = shares or _shares_of_block(p)
     # More pieces than keys, or longer ones than a sequence, are the same as just as many.
     most = max(p.max_keys, 1)
     splits, size = (None if n is None else min(n, most) for n in (p.num_splits, p.split_size))
@@ -229,7 +233,7 @@ def _decode(p: Problem, target: Target, counted: bool) -> Decode:
         max_keys=p.max_keys,
         counted=counted,
         blocks=target.sms,
-        shares=target.sms * _shares_of_block(p),
+        shares=target.sms * shares,
         cost=max(1, 128 // max(p.head_dim, p.value_dim)),
     )
     pages_per_row = None if p.page_size is None else p.max_keys // p.page_size
@@ -260,7 +264,10 @@ def _decode(p: Problem, target: Target, counted: bool) -> Decode:
     tuned = tuning.stored(target.device, p)
     stages = range(tuned.stages if tuned else MAX_STAGES, 0, -1)
     fitting = (n for n in stages if dataclasses.replace(made, stages=n).shared_memory <= SHARED_MEMORY)
-    return dataclasses.replace(made, stages=next(fitting, 1))
+    found = next(fitting, None)
+    if found is None and shares > 1:  # the plan of a large batch takes room, too
+        return _decode(p, target, counted, 1)
+    return dataclasses.replace(made, stages=found or 1)
 
 
 def warpgroups(problem: Problem) -> int:

@@ -127,4 +127,4 @@ class Bias:
 
         count = self.heads * self.tokens
         zero = plgpu.layout_cast(jnp.zeros(s.shape, jnp.float32), plgpu.Layout.WGMMA)
-        return lax.fori_loop(0, count, choose, zero, unroll=count <= UNROLLED)
+        return lax.fori_loop(jnp.int32(0), jnp.int32(count), choose, zero, unroll=count <= UNROLLED)

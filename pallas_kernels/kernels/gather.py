@@ -57,8 +57,9 @@ class Rows:
 
         def row_of(row: Any) -> Any:
             """A row's number among all key rows, 64 bits."""
-            at = arith.minsi(arith.addi(position, row), last)
+            at = arith.maxsi(arith.minsi(arith.addi(position, row), last), c(0))
             place = arith.subi(arith.divui(at, c(self.page_size)), first)
+            place = arith.minsi(arith.maxsi(place, c(0)), c(CHUNK - 1))  # whatever the device says of lengths
             page = memref.load(window, [arith.index_cast(ir.IndexType.get(), place)])
             page = arith.maxsi(arith.minsi(page, c(self.pages - 1)), c(0))
             inside = arith.extui(i64, arith.remui(at, c(self.page_size)))
@@ -78,7 +79,10 @@ class Rows:
             heads, dim = ir.MemRefType(source.type).shape[-2:]
             pieces = dim * 2 // BYTES
             if pieces not in numbers:  # of keys and of values the same
-                threads = [arith.addi(thread, c(n * CHUNK)) for n in range(self.count * pieces // CHUNK)]
+                total = self.count * pieces
+                threads = [arith.addi(thread, c(n * CHUNK)) for n in range(-(-total // CHUNK))]
+                if total % CHUNK:  # the last piece is copied by several threads
+                    threads = [arith.minsi(n, c(total - 1)) for n in threads]
                 rows = [arith.divui(n, c(pieces)) for n in threads]
                 columns = [arith.muli(arith.remui(n, c(pieces)), c(BYTES)) for n in threads]
                 numbers[pieces] = [(row, row_of(row), column) for row, column in zip(rows, columns)]

@@ -44,6 +44,11 @@ def key_tile(head_dim: int, value_dim: int) -> int:
     return 64 if max(head_dim, value_dim) <= 256 else 32
 
 
+def most_shares(head_dim: int, value_dim: int) -> int:
+    """Shares of the work that a block has at most: as many as shared memory holds two stages of."""
+    return 2 if max(head_dim, value_dim) <= 128 else 1
+
+
 @dataclasses.dataclass(frozen=True)
 class Tiling:
     """The rows of a query tile: row t * pitch + h is head h (of `heads` that share a KV head) of query token t.

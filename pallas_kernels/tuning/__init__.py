@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..kernels.work import key_tile
+from ..kernels.work import key_tile, most_shares
 from ..sizes import power_of_two
 
 FOLDER = Path(__file__).parent
@@ -33,7 +33,7 @@ class Tuning:
 def candidates(problem: Any) -> list[Tuning]:
     """What is worth measuring for a `Problem`."""
     dims = problem.head_dim, problem.value_dim
-    tile = key_tile(*dims) * sum(dims) * 2
+    tile = key_tile(*dims) * sum(dims) * 2 * most_shares(*dims)
     return [Tuning(stages) for stages in range(2, max(2, min(8, _SHARED_BYTES // tile)) + 1)]
 
 

@@ -24,7 +24,7 @@ def test_splits_of_a_kernel():
     assert bridge.served_by(q, k, k, backend="interpret", num_splits=3) == ("interpret", 3)
     assert bridge.served_by(q, k, k, backend="interpret") == ("interpret", 1)  # too little work for a second launch
     k = torch.zeros(1, 65536, 2, 64, dtype=torch.bfloat16)
-    assert bridge.served_by(q, k, k, backend="interpret") == ("interpret", 2)  # 4 SMs over 2 KV heads
+    assert bridge.served_by(q, k, k, backend="interpret") == ("interpret", 4)  # 8 shares over 2 KV heads
 
 
 def test_formats_and_gradients():

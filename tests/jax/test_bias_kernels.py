@@ -206,7 +206,8 @@ def test_lowers_for_cuda_without_a_gpu(name, changes):
     kernel = made.launches[0].kernel
     assert kernel.shared_memory <= SHARED_MEMORY
     structs = [jax.ShapeDtypeStruct(b.shape, jnp.dtype(b.dtype)) for b in map(made.buffer, kernel.reads)]
-    text = jax.jit(kernel.build()).trace(*structs).lower(lowering_platforms=("cuda",)).as_text()
+    with jax.enable_x64(True):  # as torch's are
+        text = jax.jit(kernel.build()).trace(*structs).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu_v2") == 1
 
 

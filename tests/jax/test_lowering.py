@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import masks
+from pallas_kernels.kernels import gather
 from pallas_kernels.problem import build
-from pallas_kernels.program import HEAD_DIMS, MAX_GROUP, Target, program, run, unsupported
+from pallas_kernels.program import HEAD_DIMS, MAX_GROUP, SHARED_MEMORY, Target, program, run, unsupported
 
 HOPPER = Target((9, 0), 132)
 PAGE_SIZES = (1, 16, 24, 64, 128, 256)
@@ -43,7 +44,7 @@ def test_lowers_for_cuda_without_a_gpu(group, dim, dtype, storage, policy, count
     assert 1 <= len(made.launches) <= 2
     for launch in made.launches:
         structs = [jax.ShapeDtypeStruct(b.shape, jnp.dtype(b.dtype)) for b in map(made.buffer, launch.reads)]
-        with jax.enable_x64(problem.lse_dtype == "float64"):
+        with jax.enable_x64(counted or problem.lse_dtype == "float64"):  # torch's are all lowered so
             text = jax.jit(launch.kernel.build()).trace(*structs).lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("mosaic_gpu_v2") == 1
 
@@ -72,6 +73,31 @@ def described(group, dim, dtype, storage, partial=False, **options):
     with jax.enable_x64(partial):
         jax.eval_shape(attend, q, k, k, lengths, pages)
     return found[0]
+
+
+@pytest.mark.parametrize("dims", [(16, 512), (512, 512), (32, 512), (576, 512), (64, 128), (96, 96)])
+def test_gathered_rows_are_copied_whole(dims, monkeypatch):
+    """Each thread copies 16 bytes at a time, of at least as many as a tile of keys and one of values have."""
+    head_dim, value_dim = dims
+    problem = dataclasses.replace(described(4, 128, "bfloat16", 1), head_dim=head_dim, value_dim=value_dim)
+    made = program(problem, HOPPER)
+    kernel = made.launches[0].kernel
+    assert unsupported(problem) == [] and kernel.storage.gathered
+    structs = [jax.ShapeDtypeStruct(b.shape, jnp.dtype(b.dtype)) for b in map(made.buffer, kernel.reads)]
+    copies, begin = [], gather.nvvm.cp_async_shared_global
+    monkeypatch.setattr(gather.nvvm, "cp_async_shared_global", lambda *args: copies.append(begin(*args)))
+    jax.jit(kernel.build()).trace(*structs).lower(lowering_platforms=("cuda",))
+    assert len(copies) == sum(-(-kernel.work.key_tile * dim * 2 // 16 // 128) for dim in dims)
+
+
+@pytest.mark.parametrize("batch", [2304, 4096])
+def test_two_shares_or_one_fit_beside_the_plan_of_any_batch(batch):
+    problem = described(8, 128, "bfloat16", "padded")
+    problem = dataclasses.replace(
+        problem, batch=batch, queries=batch, slot=1023, max_keys=1023, key_rows=1023 * batch
+    )
+    assert unsupported(problem) == []
+    assert program(problem, HOPPER).launches[0].kernel.shared_memory <= SHARED_MEMORY
 
 
 @pytest.mark.parametrize("storage", ["full", "dense", "padded"])
