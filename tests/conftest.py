@@ -10,6 +10,8 @@ from hypothesis import settings
 # The kernels' interpreter blocks a thread of XLA's pool for each warpgroup that waits: with as few as two cores, three
 # warpgroups would wait for ever. Read when JAX's CPU client starts.
 os.environ.setdefault("NPROC", "8")
+# Nearly all of the suite's time is XLA compiling small programs. (Level 0 gave NaN for a gradient: jax 0.12.0.1.)
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")
 
 pytest.register_assert_rewrite(
     "acceptance", "acceptance_merge", "acceptance_varlen", "bad_input", "cases", "checks", "fmha_frontend",

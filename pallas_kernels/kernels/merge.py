@@ -75,7 +75,7 @@ class Merge:
     @property
     def at_once(self) -> int:
         """Accumulators in flight, for each row."""
-        return 24 if self._many_parts else 4
+        return min(24 if self._many_parts else 4, self.partials.most_parts)
 
     def build(self, interpret: bool = False, detect_races: bool = False) -> Callable[..., tuple[jax.Array, ...]]:
         """The kernel: `reads` -> `writes`; out [rows, Dv] and lse are written in place."""
@@ -195,7 +195,7 @@ class Merge:
             more = lambda n, carry: add(n, load(n, self.at_once), top, carry)  # noqa: E731
             return *lax.fori_loop(1, groups, more, carry), top
 
-        acc, total, top = lax.cond(parts <= FEW, few, many)
+        acc, total, top = lax.cond(parts <= FEW, few, many) if self.at_once > FEW else many()
         if self.sinks:
             sinks = [given["sinks"][head, g + r].astype(jnp.float32) * math.log2(math.e) for r in range(count)]
             joined = [with_sink(m, l, sink) for m, l, sink in zip(top, total, sinks)]

@@ -44,6 +44,13 @@ class Partials:
         return self.work.tiling.tokens * self.work.tiling.heads if self.automatic else self.group
 
     @property
+    def most_parts(self) -> int:
+        """Of a row. Automatically, each part has a tile of keys."""
+        if not self.automatic:
+            return self.most
+        return max(1, min(self.work.shares, -(-self.work.max_keys // self.work.key_tile)))
+
+    @property
     def places(self) -> int:
         return 2 * self.work.shares if self.automatic else self.work.tokens * self.work.kv_heads * self.most
 

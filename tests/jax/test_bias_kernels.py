@@ -82,35 +82,28 @@ def definition(q, k, v, bias, sinks, softcap):
 
 
 VALUES = {
-    "one-piece": dict(num_splits=1),
     "pieces": dict(num_splits=3, lengths=[136, 70], group=3),
     "automatic": dict(batch=1, group=8, kv_heads=1, dim=128, keys=304),
     "split-size": dict(group=3, split_size=96, lengths=[0, 77]),
-    "group-1": dict(group=1, kv_heads=3, num_splits=1),
+    "group-1": dict(group=1, kv_heads=3, keys=4, num_splits=1),
     "group-16": dict(group=16, kv_heads=1, num_splits=2, lengths=[129, 64], sinks=True),
-    "group-40": dict(group=40, kv_heads=1, num_splits=2),
     "group-128": dict(batch=1, group=128, kv_heads=1, keys=72, num_splits=1),
     "tokens": dict(tokens=3, group=2, causal=True, num_splits=2),
     "16-tokens": dict(tokens=16, group=2, lengths=[136, 77]),
     "two-tiles-of-tokens": dict(batch=1, tokens=5, group=24, kv_heads=1, keys=72),
     "tree": dict(tokens=7, axes="qk", hidden=0.5),
     "of-each-head": dict(axes="hgk", tokens=2, num_splits=1),
-    "of-each-kv-head": dict(axes="hqk", tokens=2, num_splits=1),
-    "of-the-group": dict(axes="gk", tokens=2, keys=72, num_splits=1),
+    "of-each-kv-head": dict(axes="hqk", tokens=2, bias_dtype="bfloat16", lengths=[77, 1]),
+    "of-the-group": dict(axes="gk", tokens=2, keys=132, lengths=[131, 4], num_splits=1),
     "of-keys": dict(axes="k", lengths=[5, 136]),
-    "of-the-batch": dict(axes="bk", lengths=[5, 136], num_splits=2),
+    "of-the-batch": dict(axes="bk", lengths=[5, 136], dim=16, num_splits=2, float32_out=True),
     "of-rows": dict(axes="bhgq", tokens=2, group=2, keys=72),
     "of-heads": dict(axes="hg", group=40, kv_heads=1, keys=72, num_splits=1),
     "one-number": dict(axes="", keys=72, hidden=0, num_splits=1),
-    "bfloat16": dict(bias_dtype="bfloat16", tokens=2, lengths=[77, 1]),
-    "float16": dict(bias_dtype="float16", dtype="float16", num_splits=2),
-    "softcap": dict(softcap=1.5, num_splits=2),
-    "dim-16": dict(dim=16, float32_out=True),
+    "float16": dict(bias_dtype="float16", dtype="float16", num_splits=2, softcap=1.5),
     "dim-256": dict(dim=256, split_size=64, tokens=2),
     "dim-512": dict(dim=512, group=1, keys=72, bias_dtype="bfloat16", lengths=[72, 33]),
     "latent": dict(dim=576, value_dim=512, group=16, kv_heads=1, keys=72, bias_dtype="bfloat16"),
-    "odd-slot": dict(keys=132, lengths=[131, 4]),
-    "few-keys": dict(keys=4),
     "one-key": dict(keys=1, batch=3),
 }  # fmt: skip
 
@@ -189,10 +182,11 @@ def test_public_functions_and_gradients():
 
 
 LOWERED = [
-    *(("one-piece", dict(group=group, kv_heads=1)) for group in (1, 12, 32, 128)),
+    *(("group-1", dict(group=group, kv_heads=1, keys=136)) for group in (1, 12, 32, 128)),
     *(("16-tokens", dict(dim=dim, keys=keys)) for dim, keys in ((128, 1024), (192, 1000), (256, 64))),
-    *((name, {}) for name in ("tokens", "tree", "of-each-kv-head", "of-rows", "dim-16", "odd-slot", "float16")),
-    ("one-piece", dict(dim=512, group=64, kv_heads=1)),
+    *((name, {}) for name in ("tokens", "tree", "float16", "of-rows")),
+    *((f"of-{what}", {}) for what in ("each-kv-head", "the-batch", "the-group")),
+    ("group-1", dict(dim=512, group=64, kv_heads=1, keys=136)),
     *(("dim-512", dict(axes=axes, bias_dtype=dtype)) for axes, dtype in (("bk", "float32"), ("bhgqk", "bfloat16"))),
     *(("latent", dict(group=group)) for group in (5, 128)),
 ]
