@@ -13,6 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from . import chunked, program, reference
 from .errors import ArgumentError, FallbackWarning, GradientError, UnsupportedError
+from .kernels import _compat
 from .problem import Operands, Problem
 from .sharding import gradient_of
 from .softmax import cast_output, finish
@@ -84,7 +85,7 @@ def forward(problem: Problem, backend: str, x: Operands) -> tuple[jax.Array, jax
     """(out [queries, kv_heads, group, Dv] in out_dtype, lse [lse_rows, heads, queries of a row] in lse_dtype)."""
     if backend in ("hopper", "interpret") and not problem.empty:
         return program.run(problem, program.target_of(backend), x)
-    out, lse = _forward(problem, backend, x)
+    out, lse = _plain(problem, backend, x)
     return cast_output(out, problem.out_dtype), _rows_first(problem, lse)
 
 
@@ -101,7 +102,7 @@ def _tokens_first(problem: Problem, lse: jax.Array) -> jax.Array:
     return jnp.moveaxis(lse, 1, 2).reshape(problem.queries, problem.kv_heads, problem.group)
 
 
-def _forward(problem: Problem, backend: str, x: Operands) -> tuple[jax.Array, jax.Array]:
+def _plain(problem: Problem, backend: str, x: Operands) -> tuple[jax.Array, jax.Array]:
     """(out, lse [queries, kv_heads, group]) of the backends in plain jnp, the output in the compute dtype."""
     if problem.empty:
         rows = (problem.queries, problem.kv_heads, problem.group)
@@ -121,7 +122,7 @@ def backward(
     if problem.empty or backend == "reference":
 
         def run(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> tuple[jax.Array, jax.Array]:
-            return _forward(problem, backend, x._replace(q=q, k=k, v=v, bias=bias, sinks=sinks))
+            return _plain(problem, backend, x._replace(q=q, k=k, v=v, bias=bias, sinks=sinks))
 
         _, vjp = jax.vjp(run, x.q, x.k, x.v, x.bias, x.sinks)
         return chunked.Gradients(*vjp((d_out.astype(problem.compute_dtype), d_lse)))
@@ -132,6 +133,19 @@ _forward_jit = jax.jit(forward, static_argnums=(0, 1))
 _backward_jit = jax.jit(backward, static_argnums=(0, 1))
 
 
+def _forward(problem: Problem, backend: str, x: Operands) -> tuple[jax.Array, jax.Array]:
+    """`forward`, compiled. The interpreter's threads know the process's x64 only, not that of its caller's thread."""
+    if backend != "interpret" or _compat.process_x64() == jax.config.jax_enable_x64:
+        return _forward_jit(problem, backend, x)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x)):
+        raise UnsupportedError(
+            "backend: 'interpret' inside jit needs the process's jax_enable_x64 to be as this thread's; "
+            "set jax.config.update('jax_enable_x64', ...) instead of `with jax.enable_x64(...)`"
+        )
+    with _compat.own_x64():
+        return jax.block_until_ready(_forward_jit(problem, backend, x))
+
+
 def attend(problem: Problem, backend: str, x: Operands) -> tuple[jax.Array, jax.Array]:
     """`forward`, differentiable in q, k, v, bias and sinks through both results."""
     return _attend(problem, backend, x)
@@ -139,7 +153,7 @@ def attend(problem: Problem, backend: str, x: Operands) -> tuple[jax.Array, jax.
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(problem: Problem, backend: str, x: Operands) -> tuple[jax.Array, jax.Array]:
-    return _forward_jit(problem, backend, x)
+    return _forward(problem, backend, x)
 
 
 def _attend_fwd(problem: Problem, backend: str, x: Any) -> tuple[Any, Any]:
@@ -150,7 +164,7 @@ def _attend_fwd(problem: Problem, backend: str, x: Any) -> tuple[Any, Any]:
     if x.q_scale is not None or problem.fp8_qk:
         raise GradientError("no gradient is defined for an fp8 query")
     x = jax.tree.map(lambda leaf: leaf.value, x, is_leaf=is_leaf)
-    out, lse = _forward_jit(problem, backend, x)
+    out, lse = _forward(problem, backend, x)
     return (out, lse), (x, out)
 
 

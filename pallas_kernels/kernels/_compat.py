@@ -6,16 +6,21 @@ the kernels call the functions below for those and are otherwise one text for bo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 INTERPRETER_SMS = 4
 """The interpreter's made-up target: enough blocks to share work, few enough to be quick."""
+
+_x64_lock = threading.RLock()
 
 
 def kernel(
@@ -90,12 +95,36 @@ def weighted_values(p: jax.Array, v: Any, acc: jax.Array, p_smem: Any) -> jax.Ar
     return acc + pl.run_scoped(product, plgpu.ACC((acc.shape[0], acc.shape[1])))
 
 
+def loop(low: Any, high: Any, body: Callable[[Any, Any], Any], carry: Any, unroll: bool | None = None) -> Any:
+    """`fori_loop` by a number of 32 bits, under x64 too."""
+    return lax.fori_loop(jnp.int32(low), jnp.int32(high), body, carry, unroll=unroll)
+
+
 def store(ref: Any, x: jax.Array) -> None:
     """To global memory as the registers lie, whatever sectors that touches (newer versions refuse it by default)."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, x, optimized=False)
     else:
         ref[...] = x
+
+
+def process_x64() -> bool:
+    """Whether x64 is on where no thread says otherwise."""
+    from jax._src import config
+
+    return bool(config.enable_x64.get_global())
+
+
+@contextmanager
+def own_x64() -> Iterator[None]:
+    """The process's x64 is as this thread's."""
+    with _x64_lock:
+        before = process_x64()
+        jax.config.update("jax_enable_x64", bool(jax.config.jax_enable_x64))
+        try:
+            yield
+        finally:
+            jax.config.update("jax_enable_x64", before)
 
 
 def races_found() -> bool:

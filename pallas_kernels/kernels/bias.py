@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from . import _compat
 from .work import ROWS, Item, Tiling
 
 LEAST = -2.9e38
@@ -94,7 +95,7 @@ class Bias:
                 number = source[b, head, g + (h if self.shape[2] > 1 else h * 0), i, h * 0]
                 target[t * self.tiling.pitch + h] = number.astype(jnp.float32)
 
-            lax.fori_loop(0, self.tiling.heads, one, None)
+            _compat.loop(0, self.tiling.heads, one, None)
         plgpu.commit_smem()
 
     def add(self, s: jax.Array, unit: float, rows: Any) -> jax.Array:
@@ -127,4 +128,4 @@ class Bias:
 
         count = self.heads * self.tokens
         zero = plgpu.layout_cast(jnp.zeros(s.shape, jnp.float32), plgpu.Layout.WGMMA)
-        return lax.fori_loop(jnp.int32(0), jnp.int32(count), choose, zero, unroll=count <= UNROLLED)
+        return _compat.loop(0, count, choose, zero, unroll=count <= UNROLLED)

@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from . import gather
+from . import _compat, gather
 from .work import CHUNK, Item, Line, stage, tile_range
 
 COPY_ROWS = 32
@@ -77,7 +77,7 @@ class Copying:
     def run(self) -> None:
         items, done = self.line.walk(self._copy_item)
         # The last slots are freed for nobody's next copy: their barriers are waited for here.
-        lax.fori_loop(jnp.maximum(done - self.cfg.stages, 0), done, lambda n, _: self._wait_freed(n), None)
+        _compat.loop(jnp.maximum(done - self.cfg.stages, 0), done, lambda n, _: self._wait_freed(n), None)
         self._wait_query(when=items > 0)
 
     # --------------------------------------------------------------------------------------------- queries
@@ -155,7 +155,7 @@ class Copying:
                 pl.when(n >= pending)(lambda: self._gathered(done + n - pending, pending))
             query((n == ahead - 1) & (items > 0))
 
-        lax.fori_loop(0, tiles, tile, None)
+        _compat.loop(0, tiles, tile, None)
         if self.storage.gathered and not self.interpret:
             # All of them: the next query waits for this item, which waits for its last tile.
             for n in range(pending, 0, -1):
@@ -252,7 +252,7 @@ class Copying:
             page = jnp.clip(window[index], 0, pages - 1)
             self._copy(slot, page, lax.rem(position + n, jnp.int32(page_size)), 1, item.head, n)
 
-        lax.fori_loop(0, self.cfg.work.key_tile, row, None)
+        _compat.loop(0, self.cfg.work.key_tile, row, None)
 
 
 def _eights(x: Any) -> Any:

@@ -27,8 +27,11 @@ from .partials import Partials
 from .rows import Computing
 from .work import CHUNK, ROWS, Line, Work
 
-COPYING_REGISTERS, COMPUTING_REGISTERS = 40, 208
-"""Of a thread, where a block has four warpgroups: else all have 128."""
+REGISTERS = 256
+"""Of a copying and a computing thread together, where a block has four warpgroups: else all have as many."""
+COPYING_REGISTERS, GATHERING_REGISTERS = 48, 88
+"""What the copying one keeps: the least with which no thread spills, lowered with 64-bit indices as for torch (with 40
+some did; gathering with 40, 208 bytes a thread. ptxas 13.0, 2026-12-01)."""
 
 
 def computing_warpgroups(value_dim: int) -> int:
@@ -234,6 +237,8 @@ class Decode:
         smem = {name: of_share(name, ref) for name, ref in smem.items()}
         line = Line(self.work, given, smem, number)
 
+        copying = GATHERING_REGISTERS if self.storage.gathered else COPYING_REGISTERS
+
         def registers(n: int, action: Literal["increase", "decrease"]) -> None:
             if self.shares > 1 and not interpret:
                 plgpu.set_max_registers(n, action=action)
@@ -251,10 +256,10 @@ class Decode:
 
             @pl.when(lax.div(warpgroup, jnp.int32(self.shares)) == n)
             def compute(n: int = n) -> None:
-                registers(COMPUTING_REGISTERS, "increase")
+                registers(REGISTERS - copying, "increase")
                 Computing(self, line, given, written, smem, n).run()
 
         @pl.when(lax.div(warpgroup, jnp.int32(self.shares)) == self.computing)
         def copy() -> None:
-            registers(COPYING_REGISTERS, "decrease")
+            registers(copying, "decrease")
             Copying(self, line, given, smem, interpret).run()

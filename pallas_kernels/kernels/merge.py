@@ -127,7 +127,7 @@ class Merge:
             unit(block)
             return
         rounds = lax.div(self.units - block + (MOST_BLOCKS - 1), jnp.int32(MOST_BLOCKS))
-        lax.fori_loop(0, rounds, lambda n, _: unit(block + n * MOST_BLOCKS), None)
+        _compat.loop(0, rounds, lambda n, _: unit(block + n * MOST_BLOCKS), None)
 
     def _rows(
         self, given: Any, smem: Any, first: Any, stats: Any, parts: Any, token: Any, head: Any, g: Any, tokens: Any
@@ -190,10 +190,10 @@ class Merge:
             def rise(n: Any, top: Any) -> Any:
                 return tuple(highest([statistic(0, k) for k in numbers(n, self.at_once)], top))
 
-            top = lax.fori_loop(1, groups, rise, tuple(highest(loaded[1], lowest)))
+            top = _compat.loop(1, groups, rise, tuple(highest(loaded[1], lowest)))
             carry = add(parts * 0, loaded, top, none)
             more = lambda n, carry: add(n, load(n, self.at_once), top, carry)  # noqa: E731
-            return *lax.fori_loop(1, groups, more, carry), top
+            return *_compat.loop(1, groups, more, carry), top
 
         acc, total, top = lax.cond(parts <= FEW, few, many) if self.at_once > FEW else many()
         if self.sinks:

@@ -290,7 +290,7 @@ class _Tile:
             """`step(chunk numbers, carry)` over groups of `size` chunks."""
             several = lambda first, count: [first + n for n in range(count)]  # noqa: E731
             done = cfg.chunks // size
-            carry = lax.fori_loop(0, done, lambda n, carry: step(several(n * size, size), carry), carry)
+            carry = _compat.loop(0, done, lambda n, carry: step(several(n * size, size), carry), carry)
             rest = cfg.chunks - done * size
             return step(several(done * size, rest), carry) if rest else carry
 

@@ -65,7 +65,7 @@ class Computing:
         def tile(x: Any, carry: Any) -> Any:
             return self._tile(done + x, (first + x) * self.cfg.work.key_tile, item, bounds, carry)
 
-        acc, m, l = lax.fori_loop(0, tiles, tile, carry)
+        acc, m, l = _compat.loop(0, tiles, tile, carry)
         if self.cfg.q_direct:
             plgpu.barrier_arrive(self.smem["q_freed"].at[0])
         if not self.cfg.split:
@@ -250,7 +250,7 @@ class Computing:
                 record = partials.record(item.token + t, item.head, item.g)
                 records[record, 0], records[record, 1] = item.pieces, partials.whereabouts(t, self.line.share)
 
-            lax.fori_loop(0, item.tokens, token, None)
+            _compat.loop(0, item.tokens, token, None)
 
     def _store_final(self, item: Item, acc: Any, m: jax.Array, l: jax.Array) -> None:
         tiling, cfg = self.cfg.work.tiling, self.cfg
@@ -294,7 +294,7 @@ class Computing:
             for t in range(tiling.tokens):
                 sinks[t * tiling.pitch + h] = logit
 
-        lax.fori_loop(0, tiling.heads, head, None)
+        _compat.loop(0, tiling.heads, head, None)
         plgpu.commit_smem()
         sink = plgpu.load(sinks, layout=PER_ROW, optimized=False)
         rescale, m, l = with_sink(m, l, sink)

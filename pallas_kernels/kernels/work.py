@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..masks import Window
+from . import _compat
 
 ROWS = 64
 """Rows of a query tile: the least that `wgmma` multiplies."""
@@ -275,7 +276,7 @@ class Line:
             self.smem["places"][pl.ds(c * CHUNK + 1, CHUNK)] = base + before
             plgpu.commit_smem()
 
-        lax.fori_loop(0, _ceil(self.sequences, CHUNK), chunk, None)
+        _compat.loop(0, _ceil(self.sequences, CHUNK), chunk, None)
 
     # --------------------------------------------------------------------------------- shares and items
 
@@ -329,7 +330,7 @@ class Line:
             return jnp.where(below, middle, low), jnp.where(below, high, middle - 1)
 
         last = self.sequences if self.work.equal_queries is None else self.sequences - 1
-        b = lax.fori_loop(0, self.work.batch.bit_length(), halve, (jnp.int32(0), last))[0]
+        b = _compat.loop(0, self.work.batch.bit_length(), halve, (jnp.int32(0), last))[0]
         return b, self.smem["places"][b]
 
     def _lengths(self, b: Any) -> tuple[Any, Any, Any]:
@@ -459,7 +460,7 @@ def stage(arrays: list[tuple[Any, Any]], start: Any, count: Any, aligned: bool =
         for number, (_, target) in zip([source[start + n] for source, _ in arrays], arrays):
             target[n] = number
 
-    lax.fori_loop(done, count, one, None)
+    _compat.loop(done, count, one, None)
 
 
 def tile_range(low: Any, high: Any, tile: int) -> tuple[Any, Any]:
