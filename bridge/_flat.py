@@ -15,9 +15,18 @@ import numpy as np
 import torch
 
 from pallas_kernels import varlen as jax_varlen
+from pallas_kernels.dispatch import BACKENDS, reasons
 from pallas_kernels.errors import ArgumentError, DTypeError, ShapeError
 from pallas_kernels.masks import NormalForm, Window
-from pallas_kernels.problem import MaskParts, Problem, build
+from pallas_kernels.problem import (
+    MaskParts,
+    Problem,
+    build,
+    check_dropout,
+    check_softcap,
+    check_splits,
+    default_scale,
+)
 
 from . import _route, formats
 from ._call import jax_dtype
@@ -267,6 +276,31 @@ def varlen_normaliser(max_q: int, max_k: int, options: dict[str, Any]) -> Callab
 
 def _hashable(option: Any) -> Any:
     return tuple((type(x), x) for x in option) if isinstance(option, (list, tuple)) else option
+
+
+def check_options(backend: Any, options: dict[str, Any]) -> None:
+    """Raises what a direct call would: an op's schema takes True, or a tensor, for a number. (A traced call's numbers
+    may be symbols.)"""
+    if torch.compiler.is_compiling():
+        return
+    if backend not in ("auto", *BACKENDS):
+        reasons(None, backend)
+    check_dropout(options.get("p", 0.0))
+    default_scale(options["scale"], 1)
+    check_softcap(options["softcap"])
+    check_splits(options["num_splits"], options["split_size"])
+    check_output_dtype(options.get("output_dtype"))
+    if "window_size" in options:
+        jax_varlen.window(options["window_size"])
+
+
+def as_tensor(x: Any, name: str) -> torch.Tensor | None:
+    """Lists and numpy arrays, which a direct call takes, too."""
+    if x is None or isinstance(x, torch.Tensor):
+        return x
+    if isinstance(x, (list, tuple, np.ndarray)):
+        return torch.as_tensor(np.asarray(x))
+    raise DTypeError(f"{name}: expected a tensor, got {type(x).__name__}")
 
 
 def check_output_dtype(output_dtype: Any) -> None:

@@ -38,9 +38,9 @@ def memory_efficient_attention(
 
     Shapes, options and results are those of the JAX function. `attn_bias` is None, a tensor, or one of
     `bridge.fmha.attn_bias`; `key` and `value` are tensors or `bridge.formats`. Expanded heads (stride 0) are folded
-    into the group, never materialised. Tensors lie on the CPU or on one GPU. On a Hopper GPU, calls that the kernels
-    cover are launched directly, on the current stream and without JAX's CUDA client; others go through JAX, with one
-    `FallbackWarning` for each reason.
+    into the group, never materialised, unless they are differentiated: then each has a gradient of its own. Tensors lie
+    on the CPU or on one GPU. On a Hopper GPU, calls that the kernels cover are launched directly, on the current stream
+    and without JAX's CUDA client; others go through JAX, with one `FallbackWarning` for each reason.
     """
     options = (p, scale, op, output_dtype, num_splits, split_size, softcap, quantize_pv, backend)
     return _attend(query, key, value, attn_bias, kv_lengths, sinks, options, want_lse=False)[0]
@@ -159,6 +159,7 @@ def _attention(
         options |= {"backend": backend, "sinks": sinks, "kv_lengths": kv_lengths}
         return entry_points.by_operator(query, key, value, attn_bias, op, output_dtype, **options)
     _route.check_tensors(query, key, value)
+    _flat.check_output_dtype(output_dtype)
     key, value = _folded(query, key, value)
     rows = key.shape[0] * key.shape[1]
     if isinstance(attn_bias, biases.AttentionBias) and not torch.compiler.is_compiling():
@@ -173,9 +174,14 @@ def _attention(
     return _flat.attend(*flat, answer=answer, **options)
 
 
+def _own_gradients(x: Any) -> bool:
+    """Whether each element may be asked for a gradient of its own, also those that share memory."""
+    return torch.is_grad_enabled() and x.requires_grad
+
+
 def _unexpanded(bias: Any) -> Any:
     """A tensor bias without its expanded axes (stride 0): they are broadcast, never written out."""
-    if isinstance(bias, torch.Tensor):
+    if isinstance(bias, torch.Tensor) and not _own_gradients(bias):
         for axis, (size, stride) in enumerate(zip(bias.shape, bias.stride())):
             if stride == 0 and size > 1:
                 bias = bias.narrow(axis, 0, 1)
@@ -188,6 +194,8 @@ def _folded(query: Any, key: Any, value: Any) -> tuple[Any, Any]:
     if axis is None or not (isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)):
         return key, value
     if query.ndim != key.ndim or key.shape != (*value.shape[:-1], key.shape[-1]):
+        return key, value
+    if _own_gradients(key) or _own_gradients(value):
         return key, value
     if key.shape[axis] == query.shape[axis] > 1 and key.stride(axis) == value.stride(axis) == 0:
         return key.narrow(axis, 0, 1), value.narrow(axis, 0, 1)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from . import _merge_launch, library
+from . import _flat, _merge_launch, library
 
 Chunks = torch.Tensor | Sequence[torch.Tensor]
 
@@ -23,6 +23,7 @@ def merge_attentions(
     JAX's CUDA client; others go through JAX, with one `FallbackWarning` for each reason. A kernel is compiled for the
     numbers of chunks, queries and heads, and for batches up to a power of four.
     """
+    _flat.check_output_dtype(output_dtype)
     chunks = [x for part in (attn_split, lse_split) for x in (part if isinstance(part, (list, tuple)) else (part,))]
     if library.needed(chunks):
         return library.merge(attn_split, lse_split, write_lse, output_dtype)

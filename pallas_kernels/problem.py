@@ -265,7 +265,7 @@ def build(
     query = query if isinstance(query, Fp8) else as_array(query, "query")
     key, value = store(key, "key"), store(value, "value")
     check_dtypes(query, key, value)
-    _check_dropout(p)
+    check_dropout(p)
     if not query.ndim == key.ndim == value.ndim or query.ndim not in (3, 4, 5):
         raise ShapeError(
             "query, key, value: expected equal ranks of 3 (BMK), 4 (BMHK) or 5 (BMGHK), "
@@ -366,7 +366,7 @@ def default_scale(scale: Any, head_dim: int) -> float:
     return (head_dim**-0.5 if head_dim else 1.0) if scale is None else static_number(scale, "scale")
 
 
-def _check_dropout(p: Any) -> None:
+def check_dropout(p: Any) -> None:
     value = static_number(p, "p")
     if not 0.0 <= value <= 1.0:
         raise ArgumentError(f"p: expected a probability in [0, 1], got {p}")

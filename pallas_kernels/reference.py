@@ -34,7 +34,7 @@ def attention(problem: Problem, x: Operands) -> tuple[jax.Array, jax.Array]:
         rows = key_row(x.nf, b, j, problem.page_size, problem.key_rows)
         # What is not seen may be NaN: it is replaced before any product, for 0 * NaN is NaN.
         k = jnp.where(seen[:, None, None], take_keys(problem, x.k, rows), 0)
-        q = x.q[t].astype(problem.compute_dtype)
+        q = jnp.where(i < q_len[b], x.q[t].astype(problem.compute_dtype), 0)  # rows of no sequence may be NaN, too
         if x.q_scale is not None:
             q = q * x.q_scale[t][..., None]
         s = score(problem, jnp.einsum("hgd,khd->hgk", q, k, precision="highest"))

@@ -82,7 +82,18 @@ def attention(
     return out.to(query.dtype).unflatten(0, (batch, queries)), None
 
 
-def no_mask(*_: Any, attention_mask: torch.Tensor | None = None, use_vmap: bool = False, **__: Any) -> None:
-    """transformers' mask function: none is made; raises where tokens are masked out or the mask is a user's own."""
+def no_mask(
+    *_: Any, q_length: int, kv_length: int, q_offset: int = 0, kv_offset: int = 0,
+    attention_mask: torch.Tensor | None = None, use_vmap: bool = False, **rest: Any,
+) -> None:  # fmt: skip
+    """transformers' mask function: none is made; raises where tokens are masked out, the mask is a user's own, or keys
+    lie behind the last query, as they do in a cache that is not full."""
     if use_vmap or (attention_mask is not None and not attention_mask.all()):
         raise UnsupportedError("attention_mask: padded or custom masks are not supported, pack the sequences instead")
+    causal = "allow_is_bidirectional_skip" not in rest
+    keys, queries = int(kv_offset) + kv_length, int(q_offset) + q_length
+    if causal and keys != queries:
+        raise UnsupportedError(
+            f"past_key_values: {keys} rows of keys where {queries} tokens were seen; a cache with room (StaticCache) "
+            "is not supported, use a DynamicCache"
+        )

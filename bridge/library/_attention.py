@@ -15,6 +15,7 @@ from ._registry import (
     SPLITS,
     autocast,
     check_no_tangents,
+    check_sinks,
     given,
     like,
     no_gradient,
@@ -38,8 +39,11 @@ def attention(
     query: Any, key: Any, value: Any, bias: Any, sinks: Any, kv_lengths: Any, mask: _flat.Mask, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The op on a mask and on tensors or formats. options: the keywords of `_flat.attend`."""
+    _flat.check_options(options["backend"], options)
     if (p := options.pop("p")) != 0.0:
         raise UnsupportedError(f"p: dropout is not supported, got p = {p}; accepted is 0.0")
+    bias, kv_lengths = _flat.as_tensor(bias, "attn_bias"), _flat.as_tensor(kv_lengths, "kv_lengths")
+    check_sinks(sinks)
     (query, key, value), coefficients, formats = _flat.flatten_formats(query, key, value)
     check_no_tangents((query, key, value, bias, sinks, *coefficients))
     if (what := _inference_only(formats, mask.page_size)) is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.library import Library, register_autograd, register_fake
 
-from pallas_kernels.errors import DeviceError, GradientError
+from pallas_kernels.errors import DeviceError, DTypeError, GradientError
 
 from .. import _call
 
@@ -99,6 +99,11 @@ def check_no_tangents(tensors: Sequence[Any]) -> None:
     """Without a rule for forward-mode differentiation the dispatcher would drop tangents; here a dual tensor raises."""
     if not torch.compiler.is_compiling():
         _call.check_no_tangents(tensors)
+
+
+def check_sinks(sinks: Any) -> None:
+    if sinks is not None and not isinstance(sinks, torch.Tensor):
+        raise DTypeError(f"sinks: expected a tensor, got {type(sinks).__name__}")
 
 
 def refuse_gradient(tensors: Iterable[Any], what: str) -> None:

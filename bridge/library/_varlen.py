@@ -16,6 +16,7 @@ from ._registry import (
     SPLITS,
     autocast,
     check_no_tangents,
+    check_sinks,
     given,
     like,
     no_gradient,
@@ -51,13 +52,18 @@ def varlen(
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The op on tensors or formats, into `out` if that is given. options: the keywords of `_flat.attend_varlen`."""
+    _flat.check_options(options["backend"], {**options, "window_size": window_size})
+    cu_seq_q, cu_seq_k = _flat.as_tensor(cu_seq_q, "cu_seq_q"), _flat.as_tensor(cu_seq_k, "cu_seq_k")
+    seqused_k, block_table = _flat.as_tensor(seqused_k, "seqused_k"), _flat.as_tensor(block_table, "block_table")
+    check_sinks(sinks)
     (query, key, value), coefficients, formats = _flat.flatten_formats(query, key, value)
     check_no_tangents((query, key, value, sinks, *coefficients))
     if (what := _inference_only(formats, seqused_k, block_table)) is not None:
         refuse_gradient((query, key, value, sinks, *coefficients), what)
     call = (query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, seqused_k, block_table, sinks, coefficients or None)
     options |= {"window_size": list(window_size), "formats": formats}
-    if out is not None and torch.is_grad_enabled() and any(x.requires_grad for x in (out, query, key, value)):
+    tensors = [x for x in (out, query, key, value, sinks) if x is not None]
+    if out is not None and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise GradientError("out: varlen_attn_out has no gradient; call varlen_attn, or use torch.no_grad()")
     if out is None:
         return ops.varlen(*call, **options)

@@ -113,6 +113,24 @@ def test_what_the_adapter_refuses(model):
     model.network.eval()
 
 
+def test_caches_of_transformers():
+    """A growing cache is served; one with room, whose last rows hold nothing yet, is refused."""
+    network = tiny("Gemma2")
+    tokens = torch.arange(1, 13)[None].expand(2, -1)
+    made = {"growing": transformers.DynamicCache, "room": transformers.StaticCache}
+
+    def last(name, kind, **options):
+        cache = made[kind](config=network.config, **options)
+        network.set_attn_implementation(name)
+        with torch.no_grad():
+            network(input_ids=tokens[:, :9], past_key_values=cache)
+            return network(input_ids=tokens[:, 9:10], past_key_values=cache).last_hidden_state
+
+    torch.testing.assert_close(last(register(), "growing"), last("eager", "growing"), atol=2e-5, rtol=2e-5)
+    with pytest.raises(UnsupportedError, match="past_key_values"):
+        last(register(), "room", max_cache_len=32)
+
+
 # ------------------------------------------------------------------------------------------------ the demo's parts
 
 

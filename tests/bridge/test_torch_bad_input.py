@@ -114,3 +114,43 @@ class TestOut:
         q, k, v = self.tensors()
         with pytest.raises(RuntimeError, match="no gradient"):
             self.call(torch.empty_like(q), q.requires_grad_(), k, v)
+
+    def test_gradient_of_sinks(self):
+        q, k, v = self.tensors()
+        with pytest.raises(RuntimeError, match="no gradient"):
+            self.call(torch.empty_like(q), q, k, v, sinks=torch.zeros(q.shape[1], requires_grad=True))
+
+
+OPTIONS = [
+    (dict(scale=True), TypeError, "scale"), (dict(scale=torch.tensor(0.5)), TypeError, "scale"),
+    (dict(softcap=True), TypeError, "softcap"), (dict(num_splits=True), TypeError, "num_splits"),
+    (dict(num_splits=2.0), TypeError, "num_splits"), (dict(split_size=0), ValueError, "split_size"),
+    (dict(backend=None), ValueError, "backend"), (dict(sinks=[0.0, 1.0]), TypeError, "sinks"),
+]  # fmt: skip
+OF_ATTENTION = [(dict(p=1.5), ValueError, "p"), (dict(output_dtype="float32"), TypeError, "output_dtype"),
+                (dict(kv_lengths="5"), TypeError, "kv_lengths")]  # fmt: skip
+OF_VARLEN = [(dict(window_size=x), kind, "window_size") for x, kind in ((None, ValueError), (3, ValueError),
+             ((True, 0), TypeError), ((1.0, 2), TypeError))]  # fmt: skip
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("options,kind,name", [*OPTIONS, *OF_ATTENTION], ids=str)
+def test_options_of_attention_are_checked_with_a_gradient_too(options, kind, name, grad):
+    q, k = torch.randn(1, 2, 2, 16, requires_grad=grad), torch.randn(1, 6, 2, 16)
+    with pytest.raises(kind, match=f"^{name}: "):
+        bridge.memory_efficient_attention(q, k, k, **options)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("options,kind,name", [*OPTIONS, *OF_VARLEN], ids=str)
+def test_options_of_varlen_are_checked_with_a_gradient_too(options, kind, name, grad):
+    q, k, cu = torch.randn(5, 2, 16, requires_grad=grad), torch.randn(5, 2, 16), torch.tensor([0, 2, 5])
+    with pytest.raises(kind, match=f"^{name}: "):
+        bridge.varlen_attn(q, k, k, cu.int(), cu.int(), 3, 3, **options)
+
+
+def test_host_lengths_are_taken_with_a_gradient_too():
+    q, k = torch.randn(5, 2, 16), torch.randn(5, 2, 16)
+    want = bridge.varlen_attn(q, k, k, *[torch.tensor([0, 2, 5], dtype=torch.int32)] * 2, 3, 3)
+    for cu in (np.array([0, 2, 5], np.int32), [0, 2, 5]):
+        assert torch.equal(bridge.varlen_attn(q.clone().requires_grad_(), k, k, cu, cu, 3, 3), want)

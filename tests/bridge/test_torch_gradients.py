@@ -57,6 +57,26 @@ def test_expanded_heads_sum_their_gradients():
         torch.testing.assert_close(x.grad, y.grad.sum(2, keepdim=True))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("what", ["key and value", "bias"])
+def test_expanded_elements_have_gradients_of_their_own(what, compiled):
+    q, k, v = torch.randn(1, 2, 3, 8), *torch.randn(2, 1, 5, 1, 8).expand(2, 1, 5, 3, 8)
+    bias = torch.randn(1, 1, 1, 5).expand(1, 3, 2, 5)
+    given = [k, v] if what == "key and value" else [bias]
+    attend = bridge.memory_efficient_attention
+    if compiled:
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
+
+    def gradients(chosen):
+        leaves = [x.detach().requires_grad_() for x in chosen]
+        arguments = (*leaves, bias) if what == "key and value" else (k, v, *leaves)
+        return torch.autograd.grad(attend(q, *arguments).square().sum(), leaves)
+
+    for got, want in zip(gradients(given), gradients([x.clone(memory_format=torch.contiguous_format) for x in given])):
+        assert got.shape == want.shape
+        torch.testing.assert_close(got, want)
+
+
 def test_write_before_backward_raises():
     q = torch.randn(1, 3, 2, 16, requires_grad=True)
     k = torch.randn(1, 3, 2, 16)

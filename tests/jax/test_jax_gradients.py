@@ -66,6 +66,22 @@ def test_garbage_has_no_gradient():
         assert all(not np.asarray(g)[:, 5:8].any() for g in grads[1:])
 
 
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+def test_query_rows_of_no_sequence_have_none(backend):
+    rng = np.random.default_rng(4)
+    q, k, v = (jnp.array(rng.standard_normal((n, 2, 16))) for n in (5, 4, 4))
+    cu_q, cu_k = jnp.array([0, 2, 3], jnp.int32), jnp.array([0, 2, 4], jnp.int32)
+
+    def loss(q, k, v):
+        return (pk.varlen_attn(q, k, v, cu_q, cu_k, 2, 2, softcap=1.5, backend=backend)[:3] ** 2).sum()
+
+    want = jax.grad(loss, (0, 1, 2))(q, k, v)
+    got = jax.grad(loss, (0, 1, 2))(q.at[3:].set(jnp.nan), k, v)
+    for a, b in zip(got, want):
+        np.testing.assert_array_equal(a, b)
+    assert not np.asarray(got[0])[3:].any() and np.asarray(got[0])[:3].any()
+
+
 def test_empty_problems_have_zero_gradients():
     for queries, keys in ((0, 5), (3, 0)):
         q, k, v = (jnp.ones((2, n, 2, 16)) for n in (queries, keys, keys))
