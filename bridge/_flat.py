@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from pallas_kernels import varlen as jax_varlen
-from pallas_kernels.dispatch import BACKENDS, reasons
+from pallas_kernels.dispatch import check_backend
 from pallas_kernels.errors import ArgumentError, DTypeError, ShapeError
 from pallas_kernels.masks import NormalForm, Window
 from pallas_kernels.problem import (
@@ -278,20 +278,19 @@ def _hashable(option: Any) -> Any:
     return tuple((type(x), x) for x in option) if isinstance(option, (list, tuple)) else option
 
 
-def check_options(backend: Any, options: dict[str, Any]) -> None:
+def check_options(options: dict[str, Any]) -> None:
     """Raises what a direct call would: an op's schema takes True, or a tensor, for a number. (A traced call's numbers
     may be symbols.)"""
     if torch.compiler.is_compiling():
         return
-    if backend not in ("auto", *BACKENDS):
-        reasons(None, backend)
-    check_dropout(options.get("p", 0.0))
-    default_scale(options["scale"], 1)
-    check_softcap(options["softcap"])
-    check_splits(options["num_splits"], options["split_size"])
-    check_output_dtype(options.get("output_dtype"))
-    if "window_size" in options:
-        jax_varlen.window(options["window_size"])
+    given = options.get
+    check_backend(given("backend", "auto"))
+    check_dropout(given("p", 0.0))
+    default_scale(given("scale"), 1)
+    check_softcap(given("softcap"))
+    check_splits(given("num_splits"), given("split_size"))
+    check_output_dtype(given("output_dtype"))
+    jax_varlen.window(given("window_size", (-1, -1)))
 
 
 def as_tensor(x: Any, name: str) -> torch.Tensor | None:

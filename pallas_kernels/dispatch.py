@@ -32,7 +32,16 @@ def reasons(problem: Problem, backend: str) -> list[str]:
         if backend == "interpret" and _pool() < (needed := program.warpgroups(problem)):
             found.append(f"the interpreter needs {needed} threads and XLA has {_pool()}: set NPROC=8 before JAX starts")
         return found
-    raise ArgumentError(f"backend: expected one of {', '.join(('auto', *BACKENDS))}, got {backend!r}")
+    raise _unknown(backend)
+
+
+def check_backend(backend: Any) -> None:
+    if backend not in ("auto", *BACKENDS):
+        raise _unknown(backend)
+
+
+def _unknown(backend: Any) -> ArgumentError:
+    return ArgumentError(f"backend: expected one of {', '.join(('auto', *BACKENDS))}, got {backend!r}")
 
 
 def _pool() -> int:

@@ -39,7 +39,7 @@ def attention(
     query: Any, key: Any, value: Any, bias: Any, sinks: Any, kv_lengths: Any, mask: _flat.Mask, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The op on a mask and on tensors or formats. options: the keywords of `_flat.attend`."""
-    _flat.check_options(options["backend"], options)
+    _flat.check_options(options)
     if (p := options.pop("p")) != 0.0:
         raise UnsupportedError(f"p: dropout is not supported, got p = {p}; accepted is 0.0")
     bias, kv_lengths = _flat.as_tensor(bias, "attn_bias"), _flat.as_tensor(kv_lengths, "kv_lengths")

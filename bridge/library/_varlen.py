@@ -52,7 +52,7 @@ def varlen(
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The op on tensors or formats, into `out` if that is given. options: the keywords of `_flat.attend_varlen`."""
-    _flat.check_options(options["backend"], {**options, "window_size": window_size})
+    _flat.check_options({**options, "window_size": window_size})
     cu_seq_q, cu_seq_k = _flat.as_tensor(cu_seq_q, "cu_seq_q"), _flat.as_tensor(cu_seq_k, "cu_seq_k")
     seqused_k, block_table = _flat.as_tensor(seqused_k, "seqused_k"), _flat.as_tensor(block_table, "block_table")
     check_sinks(sinks)
