@@ -189,6 +189,7 @@ class SeqLenInfo:
 
     @classmethod
     def from_seqlens(cls, seqlens: Lengths) -> Self:
+        """seqlens: int [N] (a list, numpy or traced); those that the host knows are checked."""
         lens = _lengths(seqlens, "seqlens")
         _non_negative(lens, "seqlens")
         xp = _numpy(lens)
@@ -209,6 +210,7 @@ class PaddedSeqLenInfo:
 
     @classmethod
     def from_seqlens_padded(cls, seqlens: Lengths, padding: int) -> Self:
+        """seqlens: int [N], at most `padding`, the rows of each sequence's slot (static)."""
         lens = _lengths(seqlens, "seqlens")
         _non_negative(lens, "seqlens")
         padding = _capacity(padding, "padding")
@@ -234,6 +236,7 @@ class GappySeqInfo:
 
     @classmethod
     def from_seqlens_gappy(cls, seqstarts: Lengths, seqlens: Lengths, paged: bool = False) -> Self:
+        """seqstarts: int [N + 1]; seqlens: int [N]; both as `GappySeqInfo` has them."""
         starts, lens = _lengths(seqstarts, "seqstarts"), _lengths(seqlens, "seqlens")
         if lens.shape[0] == 0:
             raise ArgumentError("seqlens: at least one sequence is needed")
@@ -440,6 +443,7 @@ class BlockDiagonalLocalAttentionPaddedKeysMask(_LocalMask):
     def from_seqlens_local(
         cls, q_seqlen: Lengths, kv_padding: int, kv_seqlen: Lengths, window_left: int, window_right: int
     ) -> Self:
+        """As `from_seqlens`; window_left, window_right: keys that a query sees before and behind its own position."""
         base = BlockDiagonalPaddedKeysMask.from_seqlens(q_seqlen, kv_padding, kv_seqlen)
         left, right = (
             _capacity(w, name, least=-(2**31))
@@ -466,6 +470,7 @@ class BlockDiagonalCausalLocalAttentionPaddedKeysMask(_LocalMask):
     def from_seqlens_local(
         cls, q_seqlen: Lengths, kv_padding: int, kv_seqlen: Lengths, window_size: int
     ) -> Self:
+        """As `from_seqlens`; window_size: keys that a query sees at most, the one at its own position included."""
         base = BlockDiagonalPaddedKeysMask.from_seqlens(q_seqlen, kv_padding, kv_seqlen)
         return cls(base.q_seqinfo, base.k_seqinfo, _capacity(window_size, "window_size", least=-(2**31)))
 

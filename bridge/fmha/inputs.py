@@ -93,7 +93,8 @@ class Inputs:
         are tensors."""
         for name, x in (("query", self.query), ("key", self.key), ("value", self.value)):
             if not isinstance(x, torch.Tensor):
-                raise DTypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+                hint = ", which bridge.memory_efficient_attention takes" if hasattr(x, "opened") else ""
+                raise DTypeError(f"{name}: expected a tensor, got {type(x).__name__}{hint}")
         if self.query.ndim not in (3, 4, 5) or not self.query.ndim == self.key.ndim == self.value.ndim:
             raise ShapeError(f"query, key, value: expected all BMGHK, BMHK or BMK, got {self._shapes()}")
 

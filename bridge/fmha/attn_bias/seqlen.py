@@ -29,7 +29,10 @@ def default_device(device: Device | None = None) -> torch.device:
 def host_lengths(values: Iterable[int], name: str) -> list[int]:
     """The non-negative Python ints of a list or numpy array; ArgumentError for tensors and for anything else."""
     if isinstance(values, torch.Tensor):
-        raise ArgumentError(f"{name}: expected a list or numpy array of integers, got a torch.Tensor; use .tolist()")
+        raise ArgumentError(
+            f"{name}: expected a list or numpy array of integers, got a torch.Tensor; use .tolist(), or make a bias "
+            "once and change its k_seqinfo.seqlen in place"
+        )
     try:
         out = [operator.index(v) for v in values]
     except TypeError:
