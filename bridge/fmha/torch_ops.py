@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from .entry_points import memory_efficient_attention_forward
+from .inputs import output_dim
 
 _NAME = "pallas_splitk::fmha_memory_efficient_attention_forward"
 
@@ -48,4 +49,4 @@ def _like_query(
     p: float | None = 0.0,
     scale: float | None = None,
 ) -> torch.Tensor:
-    return q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return q.new_empty((*q.shape[:-1], output_dim(q, v)))
