@@ -70,8 +70,9 @@ class TorchFormat:
 
     @property
     def device(self) -> torch.device:
-        return jax.tree.leaves(self.opened())[0].device
+        return next(x for x in vars(self).values() if isinstance(x, torch.Tensor)).device
 
+    @exchange.opaque
     def to(self, device: Any) -> TorchFormat:
         """The same bits on another device."""
         return TorchFormat.wrap(jax.tree.map(lambda x: x.to(device), self.opened()))
@@ -152,6 +153,7 @@ class Int4(TorchFormat):
 _TWINS: dict[type[KVFormat], type[TorchFormat]] = {c.JAX: c for c in (SeedInt4, SeedFp8, Fp8, Int8, Int4)}
 
 
+@exchange.opaque
 def quantize(x: torch.Tensor, format: type[TorchFormat] | str, *, scale: Any = "row", **options: Any) -> Any:
     """`pallas_kernels.formats.quantize` on a torch tensor; `format` is a class of this module or its name."""
     chosen: Any = format.JAX if isinstance(format, type) and issubclass(format, TorchFormat) else format
@@ -165,11 +167,13 @@ def quantize(x: torch.Tensor, format: type[TorchFormat] | str, *, scale: Any = "
     return TorchFormat.wrap(run(encode, x, given))
 
 
+@exchange.opaque
 def from_seed(seed: TorchFormat) -> Any:
     """MSLK's format -> this library's, keeping every stored bit."""
     return TorchFormat.wrap(run(jax_formats.from_seed, seed))
 
 
+@exchange.opaque
 def to_seed(native: TorchFormat) -> Any:
     """This library's format -> MSLK's, keeping every stored bit; raises ArgumentError where MSLK has none."""
     return TorchFormat.wrap(run(jax_formats.to_seed, native))
@@ -186,6 +190,7 @@ class KVCache:
         parts = (("k", k), ("v", v))
         jax_formats.KVCache(*(x._spec if isinstance(x, TorchFormat) else _struct(x, name) for name, x in parts))
 
+    @exchange.opaque
     def append(
         self,
         new_keys: torch.Tensor,
