@@ -22,6 +22,7 @@ from . import _mosaic, exchange
 jax_dtype = exchange.jax_dtype
 
 
+@exchange.opaque
 def run(function: Callable[..., Any], *arguments: Any) -> Any:
     """`function` of JAX arrays applied to torch tensors, formats and pytrees of them; None passes through.
 
@@ -47,6 +48,7 @@ def run(function: Callable[..., Any], *arguments: Any) -> Any:
     return jax.tree.unflatten(trees[0], results)
 
 
+@exchange.opaque
 def describe(function: Callable[..., Any], *arguments: Any) -> Any:
     """What `function` returns beside arrays, from the shapes and dtypes of its arguments alone.
 

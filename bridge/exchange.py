@@ -12,7 +12,8 @@ hide a copy or a change of dtype. What sharing means:
 
 float64, int64, uint64 and complex128 tensors become arrays of that very dtype also while JAX's x64 mode is off; JAX's
 own operations on them narrow the results unless they run under `jax.enable_x64(True)` (`wrap` sees to that).
-`torch.compile`, `torch.func` and `jax.jit` cannot trace through these functions.
+`torch.compile` breaks the graph at these functions, but would trace JAX calls of yours between them: `wrap` those.
+`torch.func` and `jax.jit` cannot trace through these functions.
 
 CPU and CUDA memory is exchanged. The first call starts JAX's backends, the accelerator's among them where one is
 installed: **that opens JAX's CUDA client, which preallocates three quarters of the GPU's memory unless
@@ -47,7 +48,8 @@ from . import _lifetime
 
 __all__ = ["ExchangeCopyWarning", "record_stream", "to_jax", "to_torch", "wrap"]
 
-_PACKAGE = __file__.removesuffix("exchange.py")  # warnings point at the caller outside it
+# Warnings point at the caller outside these: the package, and what `torch.compiler.disable` puts around a function.
+_INNER = (__file__.removesuffix("exchange.py"), torch._dynamo.__file__.removesuffix("__init__.py"))
 _ALIGNMENT = {"cpu": 64, "cuda": 16}  # bytes: XLA's CPU client copies what starts elsewhere, its CUDA programs fail
 _WIDE = frozenset({"int64", "uint64", "float64", "complex128"})  # the dtypes that JAX narrows while x64 is off
 _DTYPES = _WIDE | {  # all that crosses; both libraries use these names
@@ -60,6 +62,12 @@ class ExchangeCopyWarning(UserWarning):
     """An exchange with `copy=None` could not share memory and copied; the text says why."""
 
 
+def opaque[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, at whose calls `torch.compile` breaks the graph: JAX's code cannot be traced into torch's."""
+    return torch.compiler.disable(function, reason="it runs JAX, which torch.compile cannot trace")
+
+
+@opaque
 def to_jax(tensor: torch.Tensor, *, copy: bool | None = None) -> jax.Array:
     """The tensor as a `jax.Array` of the same shape and dtype on JAX's CPU device, or on the tensor's own GPU.
 
@@ -101,6 +109,7 @@ def to_jax(tensor: torch.Tensor, *, copy: bool | None = None) -> jax.Array:
     return _import(tensor.clone(memory_format=torch.contiguous_format))
 
 
+@opaque
 def to_torch(array: jax.Array, *, copy: bool | None = None) -> torch.Tensor:
     """The array as a tensor of the same shape and dtype on the same device, the CPU or a GPU.
 
@@ -146,6 +155,7 @@ def wrap(jax_function: Callable[..., Any]) -> Callable[..., Any]:
     runs in stream order like torch's own, but on JAX's stream, and cannot be captured in a graph.
     """
 
+    @opaque
     @functools.wraps(jax_function)
     def torch_function(*args: Any, **kwargs: Any) -> Any:
         _check_capture("wrap")
@@ -161,6 +171,7 @@ def wrap(jax_function: Callable[..., Any]) -> Callable[..., Any]:
     return torch_function
 
 
+@opaque
 def record_stream(tensor_or_array: torch.Tensor | jax.Array, stream: torch.cuda.Stream | None) -> None:
     """Keep exchanged memory until `stream`, a `torch.cuda.Stream`, is done with it; nothing to do on the CPU.
 
@@ -321,7 +332,7 @@ def _refuse_or_warn(function: str, noun: str, shape: tuple[int, ...], dtype: Any
     if copy is False:
         raise ArgumentError(f"{function}: copy=False, but the {what} cannot be shared: {reason}")
     message = f"{function} copied the {what}: {reason}. Pass copy=True to copy silently, copy=False to raise instead"
-    warnings.warn(message, ExchangeCopyWarning, stacklevel=2, skip_file_prefixes=(_PACKAGE,))
+    warnings.warn(message, ExchangeCopyWarning, stacklevel=2, skip_file_prefixes=_INNER)
 
 
 def _check_copy(copy: Any) -> None:

@@ -15,7 +15,7 @@ import jax
 import torch
 
 from pallas_kernels import formats as jax_formats
-from pallas_kernels.errors import ArgumentError, GradientError
+from pallas_kernels.errors import ArgumentError, DTypeError, GradientError
 from pallas_kernels.formats import KVFormat
 
 from . import exchange
@@ -70,8 +70,9 @@ class TorchFormat:
 
     @property
     def device(self) -> torch.device:
-        return jax.tree.leaves(self.opened())[0].device
+        return next(x for x in vars(self).values() if isinstance(x, torch.Tensor)).device
 
+    @exchange.opaque
     def to(self, device: Any) -> TorchFormat:
         """The same bits on another device."""
         return TorchFormat.wrap(jax.tree.map(lambda x: x.to(device), self.opened()))
@@ -99,7 +100,7 @@ def _spec(cls: type[KVFormat], fields: dict[str, Any]) -> KVFormat:
         key = None
     found = None if key is None else _specs.get((cls, key))
     if found is None:
-        found = cls(**{name: _struct(x) for name, x in fields.items()})
+        found = cls(**{name: _struct(x, name) for name, x in fields.items()})
         if key is not None:
             _specs[cls, key] = found
             if len(_specs) > MOST_SPECS:
@@ -111,10 +112,17 @@ _specs: dict[Any, KVFormat] = {}
 MOST_SPECS = 4096
 
 
-def _struct(x: Any) -> Any:
+def _struct(x: Any, name: str) -> Any:
+    """A tensor's shape and dtype; what is no array at all is left to the constructor."""
     if not isinstance(x, torch.Tensor):
+        if hasattr(x, "dtype"):
+            raise DTypeError(f"{name}: expected a torch.Tensor, got {_type_name(x)}")
         return x
     return jax.ShapeDtypeStruct(tuple(x.shape), exchange.jax_dtype(x.dtype))
+
+
+def _type_name(x: Any) -> str:
+    return f"{type(x).__module__}.{type(x).__qualname__}"
 
 
 class SeedInt4(TorchFormat):
@@ -145,6 +153,7 @@ class Int4(TorchFormat):
 _TWINS: dict[type[KVFormat], type[TorchFormat]] = {c.JAX: c for c in (SeedInt4, SeedFp8, Fp8, Int8, Int4)}
 
 
+@exchange.opaque
 def quantize(x: torch.Tensor, format: type[TorchFormat] | str, *, scale: Any = "row", **options: Any) -> Any:
     """`pallas_kernels.formats.quantize` on a torch tensor; `format` is a class of this module or its name."""
     chosen: Any = format.JAX if isinstance(format, type) and issubclass(format, TorchFormat) else format
@@ -158,11 +167,13 @@ def quantize(x: torch.Tensor, format: type[TorchFormat] | str, *, scale: Any = "
     return TorchFormat.wrap(run(encode, x, given))
 
 
+@exchange.opaque
 def from_seed(seed: TorchFormat) -> Any:
     """MSLK's format -> this library's, keeping every stored bit."""
     return TorchFormat.wrap(run(jax_formats.from_seed, seed))
 
 
+@exchange.opaque
 def to_seed(native: TorchFormat) -> Any:
     """This library's format -> MSLK's, keeping every stored bit; raises ArgumentError where MSLK has none."""
     return TorchFormat.wrap(run(jax_formats.to_seed, native))
@@ -176,8 +187,10 @@ class KVCache:
 
     def __init__(self, k: Any, v: Any) -> None:
         self.k, self.v = k, v
-        jax_formats.KVCache(*(x._spec if isinstance(x, TorchFormat) else _struct(x) for x in (k, v)))
+        parts = (("k", k), ("v", v))
+        jax_formats.KVCache(*(x._spec if isinstance(x, TorchFormat) else _struct(x, name) for name, x in parts))
 
+    @exchange.opaque
     def append(
         self,
         new_keys: torch.Tensor,
@@ -193,6 +206,9 @@ class KVCache:
         to skip (paged caches). Exactly one of the two. Errors as the JAX method. Masks carry their own lengths: make
         the next one with the new lengths.
         """
+        for name, new in (("new_keys", new_keys), ("new_values", new_values)):
+            if not isinstance(new, torch.Tensor):
+                raise DTypeError(f"{name}: expected a torch.Tensor of floats, got {_type_name(new)}")
         if torch.is_grad_enabled() and any(x.requires_grad for x in (new_keys, new_values)):
             raise GradientError("new_keys, new_values: appending has no gradient; pass them detached")
         parts = [x.opened() if isinstance(x, TorchFormat) else x for x in (self.k, self.v)]
@@ -206,21 +222,32 @@ class KVCache:
 
         with torch.no_grad():
             rows, *encoded = run(encode, self.k, self.v, new_keys, new_values, positions, slot_mapping)
-            for part, pieces in zip(parts, encoded):
-                for name, (tensor, row_axis) in jax_formats.components(part).items():
-                    _write(tensor, row_axis, rows.reshape(-1).long(), pieces[name])
+            writes = [
+                _placed(tensor, row_axis, rows.reshape(-1).long(), pieces[name])
+                for part, pieces in zip(parts, encoded)
+                for name, (tensor, row_axis) in jax_formats.components(part).items()
+            ]
+            for target, index, new in writes:
+                target[index] = new
         return self
 
 
-def _write(tensor: torch.Tensor, row_axis: int, rows: torch.Tensor, new: torch.Tensor) -> None:
-    """tensor[a, row m] = new for each flat row a * M + m; rows at or beyond A * M are skipped."""
+_Placed = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _placed(tensor: torch.Tensor, row_axis: int, rows: torch.Tensor, new: torch.Tensor) -> _Placed:
+    """(target, index, values): target[index] = values puts new into tensor[a, row m] for each flat row a * M + m.
+
+    Rows at or beyond A * M are skipped. The values are a copy, so that they may come from what is written: rows that
+    a float cache stores as they are share the memory of the caller's tensor, which may be a part of the cache.
+    """
     by_row = tensor.movedim(row_axis, 1)
     a, m = by_row.shape[:2]
     keep = rows < a * m
     rows, new = rows[keep], new.reshape(-1, *by_row.shape[2:])[keep]
     if tensor.element_size() == 1:  # index_put_ does not know float8
         by_row, new = by_row.view(torch.uint8), new.view(torch.uint8)
-    by_row[rows // max(m, 1), rows % max(m, 1)] = new
+    return by_row, (rows // max(m, 1), rows % max(m, 1)), new
 
 
 __all__ = ["Fp8", "Int4", "Int8", "KVCache", "SeedFp8", "SeedInt4", "TorchFormat", "from_seed", "quantize", "to_seed"]

@@ -21,6 +21,11 @@ from .attn_bias.base import PackedBias
 Bias = torch.Tensor | AttentionBias | None
 
 
+def output_dim(query: torch.Tensor, value: torch.Tensor) -> Any:
+    """The last axis of the output, an int or a SymInt: value's, or query's where value is packed in int32 words."""
+    return query.shape[-1] if value.dtype == torch.int32 else value.shape[-1]
+
+
 @dataclass
 class Inputs:
     """One call of an operator.
@@ -78,8 +83,7 @@ class Inputs:
     def normalize_bmhk(self) -> tuple[int, ...]:
         """Give BMK inputs their head axis, in place; returns the shape of the output as the caller expects it."""
         self.check_ranks()
-        last = self.query.shape[-1] if self.value.dtype == torch.int32 else self.value.shape[-1]
-        shape = (*self.query.shape[:-1], last)
+        shape = (*self.query.shape[:-1], output_dim(self.query, self.value))
         if self.query.ndim == 3:
             self.query, self.key, self.value = (x.unsqueeze(2) for x in (self.query, self.key, self.value))
             if isinstance(self.attn_bias, torch.Tensor):

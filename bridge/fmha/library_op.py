@@ -10,7 +10,7 @@ import bridge
 from pallas_kernels.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 
 from .. import formats
-from .inputs import Context, Inputs
+from .inputs import Context, Inputs, output_dim
 from .operators import AttentionFwOpBase
 
 FP8_BLOCK_N = 64
@@ -77,8 +77,7 @@ class LibraryFwOp(AttentionFwOpBase):
 
 def _empty(inp: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     q, dtype = inp.query, inp.get_output_dtype()
-    last = q.shape[-1] if inp.value.dtype == torch.int32 else inp.value.shape[-1]
-    out = torch.zeros((*q.shape[:-1], last), dtype=dtype, device=q.device)
+    out = torch.zeros((*q.shape[:-1], output_dim(q, inp.value)), dtype=dtype, device=q.device)
     lse_dtype = torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
     lse = torch.full((q.shape[0], *q.shape[2:-1], q.shape[1]), -torch.inf, dtype=lse_dtype, device=q.device)
     wanted = [x for x in (q, inp.key, inp.value) if x.requires_grad]

@@ -14,6 +14,8 @@ import torch
 import bridge
 from pallas_kernels.errors import ArgumentError, GradientError, ShapeError
 
+from ..library import _flops
+
 Chunks = torch.Tensor | Sequence[torch.Tensor]
 
 
@@ -155,6 +157,10 @@ def _merge_attentions_varargs_backward_fake(
     grad_lse: torch.Tensor,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return [x.new_empty(x.shape) for x in attn_split], [x.new_empty(x.shape) for x in lse_split]
+
+
+_flops.add("fmha_merge_attentions_varargs", _flops.merge)
+_flops.add("fmha_merge_attentions_varargs_backward", _flops.merge_backward)
 
 
 def _shapes(tensors: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:

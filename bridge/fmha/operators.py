@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from .inputs import Context, Gradients, Inputs
+from .inputs import Context, Gradients, Inputs, output_dim
 
 
 class AttentionOpBase:
@@ -70,8 +70,8 @@ class AttentionOpBase:
     def not_supported_reasons(cls, inp: Inputs) -> list[str]:
         """Why this operator does not take `inp`, one text each; empty where it does."""
         dim = inp.query.shape[-1]
-        value_dim = dim if inp.value.dtype == torch.int32 else inp.value.shape[-1]
-        reasons = cls.shape_not_supported_reasons(inp.query.shape[1], inp.key.shape[1], dim, value_dim)
+        last = output_dim(inp.query, inp.value)
+        reasons = cls.shape_not_supported_reasons(inp.query.shape[1], inp.key.shape[1], dim, last)
         if inp.device.type not in cls.SUPPORTED_DEVICES:
             reasons.append(f"device={inp.device.type} (supported: {', '.join(sorted(cls.SUPPORTED_DEVICES))})")
         if inp.query.dtype not in cls.SUPPORTED_DTYPES:

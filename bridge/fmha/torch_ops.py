@@ -7,9 +7,13 @@ compile that function itself nothing of this is needed.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from ..library import _flops
 from .entry_points import memory_efficient_attention_forward
+from .inputs import output_dim
 
 _NAME = "pallas_splitk::fmha_memory_efficient_attention_forward"
 
@@ -48,4 +52,12 @@ def _like_query(
     p: float | None = 0.0,
     scale: float | None = None,
 ) -> torch.Tensor:
-    return q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return q.new_empty((*q.shape[:-1], output_dim(q, v)))
+
+
+def _count(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, out_val: Any = None, **__: Any) -> Any:
+    return _flops.dense(q, k, output_dim(q, v))
+
+
+for _name in (_NAME, f"{_NAME}_with_bias"):
+    _flops.add(_name.partition("::")[2], _count)

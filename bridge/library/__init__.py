@@ -10,6 +10,8 @@ Namespace `pallas_splitk`:
 | `merge`                                                   | `merge_attentions`: (out, lse or None)              |
 | `attention_backward`, `varlen_backward`, `merge_backward` | gradients, None where not wanted                    |
 
+`bridge.fmha` adds four, named fmha_... (its `torch_ops` and `merge`).
+
 Each has a fake implementation (shapes, strides and dtypes of the real one, so tracing runs nothing) and a FLOP formula.
 `attention`, `varlen` and `merge` have gradients, once; under autocast the first two cast query, key and value as SDPA
 casts them. Masks are flattened into optional tensors and symbolic ints (`bridge._flat.Mask`), so that a compiled

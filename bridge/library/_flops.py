@@ -23,6 +23,7 @@ tensors do not exist; there every sequence counts with what the host knows:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -107,12 +108,23 @@ def _products(name: str, count: Callable[[dict[str, Any]], Any], backward: bool)
     return formula
 
 
-def _merge(attn: Any, lse: Any, *_: Any, out_val: Any = None, **__: Any) -> Any:
+def merge(attn: Any, *_: Any, out_val: Any = None, **__: Any) -> Any:
+    """Of the chunks of a merge, an op's first argument."""
     return 2 * sum(x.numel() for x in attn)
 
 
-def _merge_backward(grad_out: Any, grad_lse: Any, attn: Any, lse: Any, *_: Any, out_val: Any = None, **__: Any) -> Any:
+def merge_backward(attn: Any, *_: Any, out_val: Any = None, **__: Any) -> Any:
+    """As `merge`, of its backward."""
     return 4 * sum(x.numel() for x in attn)
+
+
+def _merge_backward(grad_out: Any, grad_lse: Any, attn: Any, *_: Any, out_val: Any = None, **__: Any) -> Any:
+    return merge_backward(attn)
+
+
+def dense(query: Any, key: Any, last: Any) -> Any:
+    """Of a forward without a mask on query [B, M, *heads, D] or [B, M, D], giving `last` elements a row."""
+    return 2 * math.prod(query.shape[:-1]) * key.shape[1] * (query.shape[-1] + last)
 
 
 def register() -> None:
@@ -122,8 +134,13 @@ def register() -> None:
         "varlen": _products("varlen", _varlen_pairs, backward=False),
         "varlen_out": _products("varlen_out", _varlen_pairs, backward=False),
         "varlen_backward": _products("varlen_backward", _varlen_pairs, backward=True),
-        "merge": _merge,
+        "merge": merge,
         "merge_backward": _merge_backward,
     }
     for name, formula in formulas.items():
-        register_flop_formula(getattr(ops, name), get_raw=True)(formula)
+        add(name, formula)
+
+
+def add(name: str, formula: Callable[..., Any]) -> None:
+    """Register the formula of op `name` of this namespace: it takes the op's arguments and keyword `out_val`."""
+    register_flop_formula(getattr(ops, name), get_raw=True)(formula)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..errors import ArgumentError, DTypeError, ShapeError
+from ..errors import ArgumentError, ShapeError
 from ..masks import is_host
 from .base import Component, KVFormat, check_dtype, check_rank, pytree
 from .encode import FLOATS, encode_rows
@@ -48,8 +48,8 @@ class KVCache:
 
         positions: int32 [A, T], the row of each new token in its own sequence; new_keys, new_values [A, T, *heads, D].
         slot_mapping: int32 [T], page * page_size + row, -1 = skip; new_keys, new_values [T, *heads, D] or [1, T, ...].
-        Exactly one of them, as Python lists, numpy or jax arrays. The new rows are floats, stored in the cache's own
-        format as by `encode_rows`: a scale per head stays as it is, and clips.
+        Exactly one of them, as Python lists, numpy or jax arrays; int64 is taken too, no other dtype is. The new rows
+        are floats, stored in the cache's own format as by `encode_rows`: a scale per head stays as it is, and clips.
 
         Indices that point nowhere raise ArgumentError when host-known; of those on a device the rows are dropped, never
         written elsewhere. Rows named twice hold either token's bits, or a mixture: undefined.
@@ -134,16 +134,15 @@ def _new_rows(x: Any, name: str, part: Any, rows: jax.Array, by_slot: bool) -> j
 
 
 def _indices(x: Any, name: str, rank: int, least: int, end: int) -> jax.Array:
-    """Integers of the given rank; when host-known, all in [least, end)."""
-    if is_host(x):
+    """int32 or int64 of the given rank; when host-known, all in [least, end)."""
+    if is_host(x) and not isinstance(x, np.ndarray):
         x = np.asarray(x)
         x = x.astype(np.int32) if x.size == 0 else x
-    if not (hasattr(x, "dtype") and hasattr(x, "ndim") and jnp.issubdtype(x.dtype, jnp.integer)):
-        raise DTypeError(f"{name}: expected an array of integers, got {getattr(x, 'dtype', type(x).__name__)}")
+    check_dtype(x, name, (np.int32, np.int64))
     if x.ndim != rank:
         raise ShapeError(f"{name}: expected {rank} axis(es), got shape {tuple(x.shape)}")
     if isinstance(x, np.ndarray) and x.size and not ((x >= least) & (x < end)).all():
         wrong = x[(x < least) | (x >= end)][0]
         skip = "-1 (skip) or " if least == -1 else ""
         raise ArgumentError(f"{name}: expected {skip}0 <= index < {end}, got {wrong}")
-    return jnp.asarray(x, jnp.int32) if x.dtype.itemsize < 4 else jnp.asarray(x)
+    return jnp.asarray(x)

@@ -1,10 +1,12 @@
 """torch.compile and torch.export of the public functions: one graph, compiled once, whatever the lengths."""
 
+import jax.numpy as jnp
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import bridge
+from bridge import exchange, formats
 from bridge.fmha import attn_bias as biases
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -257,3 +259,51 @@ def test_reduce_overhead(kind):
             k, v = (rand(1, 3 * SLOT, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
             torch.compiler.cudagraph_mark_step_begin()
             torch.testing.assert_close(compiled(q, k, v, bias), function(q, k, v, make(n)), atol=1e-2, rtol=1e-2)
+
+
+def append_and_attend(q, new, cache, positions):
+    new = new * 2
+    cache.append(new, new + 1, positions=positions)
+    return bridge.memory_efficient_attention(q, cache.k, cache.v, kv_lengths=positions[:, 0] + 1) + 1
+
+
+@pytest.mark.parametrize("kind", [None, "int8", "seed_int4"])
+def test_a_step_that_appends_equals_eager(kind):
+    """The graph breaks where JAX runs; the attention is in a graph."""
+    q, empty = rand(2, 1, 2, 16), torch.zeros(2, 8, 2, 16)
+    caches = [
+        formats.KVCache(*(empty.clone() if kind is None else formats.quantize(empty, kind) for _ in "kv")) for _ in "ab"
+    ]
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(append_and_attend, backend=counter)
+    for row in range(3):
+        new, positions = rand(2, 1, 2, 16), torch.tensor([[row], [row + 4]], dtype=torch.int32)
+        results = [step(q, new, c, positions) for step, c in zip((append_and_attend, compiled), caches)]
+        assert torch.equal(*results)
+    stored = [x if kind is None else x.dequantize() for cache in caches for x in (cache.k, cache.v)]
+    assert torch.equal(stored[0], stored[2]) and torch.equal(stored[1], stored[3]) and stored[0].any()
+    targets = [str(node.target) for graph in counter.graphs for node in graph.graph.nodes]
+    assert any("pallas_splitk.attention" in target for target in targets)
+
+
+BROKEN = {
+    "quantize": lambda x: formats.quantize(x * 2, "int8").dequantize() + 1,
+    "attend": lambda x: bridge.memory_efficient_attention(x, *(formats.quantize(x * 2, "fp8"),) * 2) + 1,
+    "convert": lambda x: formats.from_seed(formats.to_seed(formats.quantize(x * 2, "int4"))).to("cpu").dequantize(),
+    "describe": lambda x: torch.tensor(
+        [(c := formats.quantize(x * 2, "int4")).nbytes, c.ndim, *c.shape, c.device.type == "cpu"]
+    ),
+    "exchange": lambda x: exchange.to_torch(exchange.to_jax(x * 2), copy=True) + 1,
+    "wrap": lambda x: exchange.wrap(jnp.sin)(x * 2) + 1,
+    "record_stream": lambda x: (exchange.record_stream(x * 2, None), x + 1)[1],
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_runs_jax_breaks_the_graph(name):
+    x = rand(1, 3, 2, 16)
+    assert torch.equal(torch.compile(BROKEN[name], backend="aot_eager")(x), BROKEN[name](x))
+    torch._dynamo.reset()
+    if name != "record_stream":
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="it runs JAX"):
+            torch.compile(BROKEN[name], backend="aot_eager", fullgraph=True)(x)

@@ -488,6 +488,18 @@ def test_operators_of_torch_library():
     torch.library.opcheck(biased.default, (Q, K, V, bias))
 
 
+def test_operators_of_torch_library_on_int4_words():
+    """Their results look like the query, whatever the rows of words look like: one group, D / 8 + 1 words."""
+    ops = torch.ops.pallas_splitk
+    stored = [bridge.formats.quantize(draw((2, 9, 4, 32), seed=seed), "seed_int4").words for seed in (4, 5)]
+    q, bias = draw((2, 3, 4, 32)), draw((2, 4, 3, 9), torch.float32)
+    arguments = {"": (q, *stored), "_with_bias": (q, *stored, bias)}
+    for suffix, given in arguments.items():
+        op = getattr(ops, f"fmha_memory_efficient_attention_forward{suffix}").default
+        assert op(*(x.to("meta") for x in given)).shape == op(*given).shape == q.shape
+        torch.library.opcheck(op, given)
+
+
 DEFECTS = {  # what MSLK's operator gets wrong by its own definition
     "window with folded heads": ("BlockDiagonalLocalAttentionPaddedKeysMask", [5, 5], [30, 12], {"window": (3, 2)}),
     "causal behind a gap": ("BlockDiagonalCausalWithOffsetGappyKeysMask", [4, 4], [9, 20], {}),

@@ -1,11 +1,12 @@
 """FLOP formulas: against counting visible pairs one by one, and what is counted where lengths are not known."""
 
 import itertools
+import math
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import bridge
 from bridge.fmha import attn_bias as biases
@@ -141,3 +142,35 @@ def test_low_bit_and_five_axes_and_merge():
     assert counted(lambda: bridge.memory_efficient_attention(q, k, k)) == 2 * 2 * HEADS * 21 * 2 * D
     attn, lse = torch.randn(3, 2, 5, HEADS, D, requires_grad=True), torch.randn(3, 2, HEADS, 5)
     assert counted(lambda: bridge.merge_attentions(attn, lse)[0].sum().backward()) == 6 * attn.numel()
+
+
+@pytest.mark.parametrize("groups", [(), (3,)])
+def test_the_ops_of_fmha(groups):
+    ops = torch.ops.pallas_splitk
+    q, k = torch.randn(2, 3, *groups, HEADS, 32), torch.randn(2, 7, *groups, HEADS, 32)
+    words, v = bridge.formats.quantize(k, "seed_int4").words, torch.randn(2, 7, *groups, HEADS, DV)
+    bias = torch.randn(2, *groups, HEADS, 3, 7)
+    heads = HEADS * math.prod(groups)
+    plain, biased = ops.fmha_memory_efficient_attention_forward, ops.fmha_memory_efficient_attention_forward_with_bias
+    for key, value, last in ((k, v, DV), (words, words, 32)):
+        expected = 2 * heads * 2 * 21 * (32 + last)
+        assert counted(lambda k=key, v=value: plain(q, k, v)) == expected
+        assert counted(lambda k=key, v=value: biased(q, k, v, bias, scale=0.5)) == expected
+
+
+def test_the_merges_of_fmha():
+    ops = torch.ops.pallas_splitk
+    attn, lse = ([torch.randn(2, 1, 3, 5, *last) for _ in range(4)] for last in ((D,), ()))
+    sizes, elements = (2, 5, 1, 3, D), 4 * 2 * 3 * 5 * D
+    assert counted(lambda: ops.fmha_merge_attentions_varargs(attn, lse, True, None, *sizes)) == 2 * elements
+    out, merged = ops.fmha_merge_attentions_varargs(attn, lse, True, None, *sizes)
+    backward_op = ops.fmha_merge_attentions_varargs_backward
+    assert counted(lambda: backward_op(attn, lse, out, merged, out, merged)) == 4 * elements
+
+
+def test_every_op_has_a_formula():
+    """None costs nothing: one that did would need a formula that says 0."""
+    names = {name.split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("pallas_splitk::")}
+    assert len(names) == 11
+    for name in names:
+        assert getattr(torch.ops.pallas_splitk, name.partition("::")[2]) in flop_registry, name
