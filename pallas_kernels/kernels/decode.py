@@ -27,11 +27,12 @@ from .partials import Partials
 from .rows import Computing
 from .work import CHUNK, ROWS, Line, Work
 
-REGISTERS = 256
-"""Of a copying and a computing thread together, where a block has four warpgroups: else all have as many."""
+REGISTERS = 512
+"""Of one thread of each warpgroup together."""
 COPYING_REGISTERS, GATHERING_REGISTERS = 48, 88
-"""What the copying one keeps: the least with which no thread spills, lowered with 64-bit indices as for torch (with 40
-some did; gathering with 40, 208 bytes a thread. ptxas 13.0, 2026-12-01)."""
+"""What a copying one keeps where a block has three or four warpgroups: the least with which no thread spills, lowered
+with 64-bit indices as for torch (with 40 some did; gathering with 40, 208 bytes a thread). Of two warpgroups all have
+as many; of three as well, computing ones spilled 2.5 KB at head_dim 512 (ptxas 13.0, 2026-12-01)."""
 
 
 def computing_warpgroups(value_dim: int) -> int:
@@ -97,6 +98,14 @@ class Decode:
     def warpgroups(self) -> int:
         """Of a block."""
         return self.shares * (self.computing + 1)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a copying and a computing thread, of a block of more than two warpgroups. It has those that it was launched
+        with, a multiple of 8 each: more would be waited for for ever."""
+        launched = self.warpgroups * (REGISTERS // self.warpgroups // 8 * 8)
+        copying = GATHERING_REGISTERS if self.storage.gathered else COPYING_REGISTERS
+        return copying, (launched // self.shares - copying) // self.computing // 8 * 8
 
     @property
     def columns(self) -> int:
@@ -237,10 +246,10 @@ class Decode:
         smem = {name: of_share(name, ref) for name, ref in smem.items()}
         line = Line(self.work, given, smem, number)
 
-        copying = GATHERING_REGISTERS if self.storage.gathered else COPYING_REGISTERS
+        copying, computing = self.registers
 
         def registers(n: int, action: Literal["increase", "decrease"]) -> None:
-            if self.shares > 1 and not interpret:
+            if self.warpgroups > 2 and not interpret:
                 plgpu.set_max_registers(n, action=action)
 
         if self.work.planned:
@@ -256,7 +265,7 @@ class Decode:
 
             @pl.when(lax.div(warpgroup, jnp.int32(self.shares)) == n)
             def compute(n: int = n) -> None:
-                registers(REGISTERS - copying, "increase")
+                registers(computing, "increase")
                 Computing(self, line, given, written, smem, n).run()
 
         @pl.when(lax.div(warpgroup, jnp.int32(self.shares)) == self.computing)

@@ -90,6 +90,16 @@ def test_gathered_rows_are_copied_whole(dims, monkeypatch):
     assert len(copies) == sum(-(-kernel.work.key_tile * dim * 2 // 16 // 128) for dim in dims)
 
 
+@pytest.mark.parametrize("storage", ["full", 1])
+@pytest.mark.parametrize("dim", [64, 128, 256, 512])
+def test_warpgroups_ask_for_no_more_registers_than_the_block_has(dim, storage):
+    kernel = program(described(8, dim, "bfloat16", storage), HOPPER).launches[0].kernel
+    copying, computing = kernel.registers
+    asked = kernel.shares * (copying + kernel.computing * computing)
+    assert asked <= kernel.warpgroups * (65536 // 128 // kernel.warpgroups // 8 * 8)
+    assert copying % 8 == computing % 8 == 0 and 24 <= copying < computing <= 256
+
+
 @pytest.mark.parametrize("batch", [2304, 4096])
 def test_two_shares_or_one_fit_beside_the_plan_of_any_batch(batch):
     problem = described(8, 128, "bfloat16", "padded")
