@@ -95,7 +95,8 @@ class Inputs:
     def check_ranks(self) -> None:
         """Raises ShapeError (a ValueError) unless query, key and value all have 3, 4 or 5 axes, DTypeError unless they
         are tensors."""
-        for name, x in (("query", self.query), ("key", self.key), ("value", self.value)):
+        for name in ("query", "key", "value"):
+            x: Any = getattr(self, name)
             if not isinstance(x, torch.Tensor):
                 hint = ", which bridge.memory_efficient_attention takes" if hasattr(x, "opened") else ""
                 raise DTypeError(f"{name}: expected a tensor, got {type(x).__name__}{hint}")

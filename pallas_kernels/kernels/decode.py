@@ -101,8 +101,8 @@ class Decode:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a copying and a computing thread, of a block of more than two warpgroups. It has those that it was launched
-        with, a multiple of 8 each: more would be waited for for ever."""
+        """Of a copying and a computing thread, of a block of more than two warpgroups. It has those that it was
+        launched with, a multiple of 8 each: more would be waited for for ever."""
         launched = self.warpgroups * (REGISTERS // self.warpgroups // 8 * 8)
         copying = GATHERING_REGISTERS if self.storage.gathered else COPYING_REGISTERS
         return copying, (launched // self.shares - copying) // self.computing // 8 * 8

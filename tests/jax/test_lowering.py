@@ -91,10 +91,11 @@ def test_gathered_rows_are_copied_whole(dims, monkeypatch):
 
 
 @pytest.mark.parametrize("storage", ["full", 1])
-@pytest.mark.parametrize("dim", [64, 128, 256, 512])
+@pytest.mark.parametrize("dim", [64, 128, 512])
 def test_warpgroups_ask_for_no_more_registers_than_the_block_has(dim, storage):
     kernel = program(described(8, dim, "bfloat16", storage), HOPPER).launches[0].kernel
     copying, computing = kernel.registers
+    assert kernel.warpgroups > 2
     asked = kernel.shares * (copying + kernel.computing * computing)
     assert asked <= kernel.warpgroups * (65536 // 128 // kernel.warpgroups // 8 * 8)
     assert copying % 8 == computing % 8 == 0 and 24 <= copying < computing <= 256
