@@ -269,8 +269,8 @@ def mask_cases():
                 if (p + s + c) % 3 == 2:
                     continue
                 n = 3 * p + s
-                q_heads, k_heads = LAYOUTS[(n + c) % len(LAYOUTS)]
-                dtype = CASE_DTYPES[(n + n // 3 + c) % 3]
+                q_heads, k_heads = LAYOUTS[(len(cases) + c) % len(LAYOUTS)]
+                dtype = CASE_DTYPES[(s + 2 * p + c) % 3]
                 heads = "x".join(map(str, q_heads))
                 cases.append(
                     mask_case(
