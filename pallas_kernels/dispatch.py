@@ -144,13 +144,15 @@ _backward_jit = jax.jit(backward, static_argnums=(0, 1))
 
 def _forward(problem: Problem, backend: str, x: Operands) -> tuple[jax.Array, jax.Array]:
     """`forward`, compiled. The interpreter's threads know the process's x64 only, not that of its caller's thread."""
-    if backend != "interpret" or _compat.process_x64() == jax.config.jax_enable_x64:
+    if backend != "interpret":
         return _forward_jit(problem, backend, x)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x)):
-        raise UnsupportedError(
-            "backend: 'interpret' inside jit needs the process's jax_enable_x64 to be as this thread's; "
-            "set jax.config.update('jax_enable_x64', ...) instead of `with jax.enable_x64(...)`"
-        )
+        if _compat.process_x64() != jax.config.jax_enable_x64:
+            raise UnsupportedError(
+                "backend: 'interpret' inside jit needs the process's jax_enable_x64 to be as this thread's; "
+                "set jax.config.update('jax_enable_x64', ...) instead of `with jax.enable_x64(...)`"
+            )
+        return _forward_jit(problem, backend, x)
     with _compat.own_x64():
         return jax.block_until_ready(_forward_jit(problem, backend, x))
 

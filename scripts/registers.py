@@ -33,8 +33,8 @@ def main() -> int:
     for name, default in (("dim", 128), ("group", 4), ("page", 0), ("tokens", 1), ("batch", 32), ("keys", 1024)):
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="registers-"))
     if "libcuda" not in os.environ.get("LD_LIBRARY_PATH", ""):  # read when a process starts
+        folder = Path(tempfile.mkdtemp(prefix="registers-"))
         fake = folder / "libcuda"
         fake.mkdir()
         command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(fake / "libcuda.so.1")]

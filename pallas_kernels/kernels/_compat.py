@@ -117,7 +117,7 @@ def process_x64() -> bool:
 
 @contextmanager
 def own_x64() -> Iterator[None]:
-    """The process's x64 is as this thread's."""
+    """The process's x64 is as this thread's; for one thread at a time."""
     with _x64_lock:
         before = process_x64()
         jax.config.update("jax_enable_x64", bool(jax.config.jax_enable_x64))

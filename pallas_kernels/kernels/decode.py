@@ -30,9 +30,10 @@ from .work import CHUNK, ROWS, Line, Work
 REGISTERS = 512
 """Of one thread of each warpgroup together."""
 COPYING_REGISTERS, GATHERING_REGISTERS = 48, 88
-"""What a copying one keeps where a block has three or four warpgroups: the least with which no thread spills, lowered
-with 64-bit indices as for torch (with 40 some did; gathering with 40, 208 bytes a thread). Of two warpgroups all have
-as many; of three as well, computing ones spilled 2.5 KB at head_dim 512 (ptxas 13.0, 2026-12-01)."""
+"""What a copying one keeps where a block has three or four warpgroups. Bytes a thread that spilled, lowered as for
+torch (ptxas 13.0, 2026-12-01), at head_dim 128: of pages of 1 208 with 40, none with 88; of other storages 20 with 40,
+with 48 none but for 64 query heads (24) and one of batch 32 (36). At head_dim 512 2.5 KB where three warpgroups had as
+many each; so 0.4 to 1.6 KB."""
 
 
 def computing_warpgroups(value_dim: int) -> int:
